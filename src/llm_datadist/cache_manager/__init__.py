@@ -1,0 +1,7 @@
+"""``CacheManager``: registers caches and moves them. One file for each group of calls; see :mod:`.manager`."""
+
+from __future__ import annotations
+
+from llm_datadist.cache_manager.manager import CacheManager
+
+__all__ = ["CacheManager"]

@@ -1,0 +1,83 @@
+"""The parts of one engine, wired together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.engine.catalogue import Catalogue
+from llm_datadist.engine.links import LinkEnder, LinkTable
+from llm_datadist.engine.service import CacheService
+from llm_datadist.memory.regions import RegionTable
+from llm_datadist.net.loop import Loop
+from llm_datadist.net.workers import Workers
+from llm_datadist.paths import inprocess
+from llm_datadist.paths.tcp_server import DataServer
+from llm_datadist.utils.process import boot_id, pid_namespace, start_time
+from llm_datadist.wire.messages import Identity, Offer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.engine.catalogue import CacheEntry
+    from llm_datadist.engine.link import Link
+    from llm_datadist.engine.options import EngineOptions
+
+_CONTROL_THREADS: Final = 16
+_SERVE_THREADS: Final = 8
+_MAX_COPY_THREADS: Final = 4
+
+
+class Core:
+    """What the rooms of an engine share. Threads are started when they are first needed."""
+
+    def __init__(self, cluster_id: int, options: EngineOptions, release: Callable[[CacheEntry], object]) -> None:
+        self.options = options
+        self.regions = RegionTable()
+        self.identity = Identity(
+            cluster_id=cluster_id,
+            incarnation=secrets.token_bytes(16),
+            boot_id=boot_id(),
+            pid_namespace=pid_namespace(),
+            pid=os.getpid(),
+            start_time=start_time(os.getpid()),
+        )
+        self.offer = Offer(
+            probe_region=self.regions.probe_region,
+            nonce=self.regions.nonce,
+            table_fd=self.regions.fd,
+            paths=list(options.paths),
+        )
+        name = f"datadist-{cluster_id}"
+        cores = len(os.sched_getaffinity(0))
+        self.copy_threads = min(_MAX_COPY_THREADS, cores)
+        self.loop = Loop(name)
+        self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
+        self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
+        self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
+        self.copiers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
+        self.catalogue = Catalogue(self.regions)
+        self.service = CacheService(self.catalogue, self.regions, self.loop, release)
+        self.data_server = DataServer(self.regions, self.loop, self.serve_workers)
+        self.table = LinkTable()
+        self.pending: dict[bytes, Link] = {}
+        """Links that peers have begun, by token, until they are confirmed."""
+        self.ender = LinkEnder(self.table, self._link_ended)
+        inprocess.publish(self.identity.incarnation, self.regions)
+
+    def _link_ended(self, link: Link) -> None:
+        self.pending.pop(link.token, None)
+        if link.give_up is not None:
+            link.give_up.cancel()
+        self.data_server.give_up(link.token, None, lambda: None)
+        link.close_arrivals()
+
+    def close(self) -> None:
+        """Stop the threads and give the region table back; links must have ended."""
+        inprocess.withdraw(self.identity.incarnation)
+        self.data_server.close()
+        for workers in (self.control_workers, self.dial_workers, self.serve_workers, self.copiers):
+            workers.close()
+        self.loop.close()
+        self.regions.close()

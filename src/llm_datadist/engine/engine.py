@@ -1,0 +1,353 @@
+"""One engine: what a ``LLMDataDist`` is made of. Every method may be called from any thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist.engine import local, loopback
+from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
+from llm_datadist.engine.core import Core
+from llm_datadist.engine.errors import failure, invalid
+from llm_datadist.engine.network import NetworkLinks
+from llm_datadist.engine.pools import Pools
+from llm_datadist.engine.requests import CacheKind
+from llm_datadist.engine.transfers import Transfers
+from llm_datadist.memory.regions import RegionError
+from llm_datadist.status import LLMStatusCode
+from llm_datadist.utils.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from llm_datadist.engine.catalogue import CacheEntry
+    from llm_datadist.engine.link import LinkReport
+    from llm_datadist.engine.network import Links
+    from llm_datadist.engine.options import EngineOptions
+    from llm_datadist.engine.requests import (
+        CacheSpec,
+        Key,
+        MemStatus,
+        PeerAddress,
+        PrefixKey,
+        PullRequest,
+        PushRequest,
+        RequestKey,
+    )
+
+_MAX_DIMS: Final = 31
+_UINT64: Final = 1 << 64
+_MIN_RELEASE_S: Final = 1.0
+
+
+class Engine:
+    """Caches, links and transfers of one cluster member."""
+
+    def __init__(self, cluster_id: int, options: EngineOptions) -> None:
+        """Reserve pools, start to listen.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY, LLM_FAILED (cannot listen), LLM_PARAM_INVALID.
+        """
+        self.options = options
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pools = Pools(options)
+        self._core = Core(cluster_id, options, self._release_later)
+        self._links: Links = loopback.LoopbackLinks(self._core) if loopback.enabled() else NetworkLinks(self._core)
+        self._transfers = Transfers(self._core, self._links)
+        try:
+            self._links.listen(options.listen)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def listen_address(self) -> tuple[str, int] | None:
+        """Where it listens, with the port that the system chose if 0 was asked for."""
+        return self._links.listen_address
+
+    def close(self) -> None:
+        """End all links in good order, then give everything back; idempotent, bounded. Does nothing in a forked child."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        self._links.close()
+        self._core.close()
+        self._pools.close()
+
+    def _check(self, operation: str) -> None:
+        if os.getpid() != self._pid:
+            context = f"it was initialised in process {self._pid} and does not work in its child {os.getpid()}"
+            hint = "initialise an LLMDataDist of its own after the fork"
+            raise failure(LLMStatusCode.LLM_FAILED, operation, context, phase="check", hint=hint)
+        if self._closed:
+            raise failure(LLMStatusCode.LLM_FAILED, operation, "it has been finalized", phase="check")
+
+    # Caches
+
+    def register(self, spec: CacheSpec, addrs: Sequence[int], keys: Sequence[Key | None], accessible: bool) -> int:
+        """Make the caller's memory a cache; its id.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+            TypeError: an address outside uint64.
+        """
+        operation = "register_blocks_cache" if spec.kind is CacheKind.BLOCKS else "register_cache"
+        self._check(operation)
+        cache_id = self._core.catalogue.next_id()
+        for addr in addrs:
+            if not 0 <= addr < _UINT64:
+                message = f"address {addr} is not a 64-bit address: only support 0 to 2**64-1"
+                raise TypeError(message)
+        _check_spec(spec, operation)
+        if not addrs or len(addrs) != spec.num_tensors:
+            raise invalid(operation, f"{len(addrs)} addresses for {spec.num_tensors} tensors")
+        size = geometry_of(spec).tensor_size
+        for addr in addrs:
+            if (addr == 0 and accessible) or addr + size > _UINT64:
+                raise invalid(operation, f"address {addr:#x} cannot hold a tensor of {size} bytes")
+        with self._lock:
+            limit, used = self.options.max_registered_addrs, self._core.catalogue.registered_addrs()
+            if used + len(addrs) > limit:
+                context = f"{used} addresses are registered and {len(addrs)} more exceed the limit of {limit}"
+                hint = f"set LLMConfig.max_registered_addrs (llm.MaxRegisteredAddrs) to at least {used + len(addrs)}"
+                raise invalid(operation, context, hint=hint)
+            self._add(operation, cache_id, spec, addrs, keys, accessible=accessible, owned=False)
+        return cache_id
+
+    def allocate(self, spec: CacheSpec, keys: Sequence[Key | None]) -> tuple[int, list[int]]:
+        """Make a cache of pool memory; its id and the addresses of its tensors.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, LLM_OUT_OF_MEMORY.
+        """
+        operation = "allocate_blocks_cache" if spec.kind is CacheKind.BLOCKS else "allocate_cache"
+        self._check(operation)
+        cache_id = self._core.catalogue.next_id()
+        _check_spec(spec, operation)
+        if len(keys) > spec.shape[0]:
+            raise invalid(operation, f"{len(keys)} keys for {spec.shape[0]} batch entries")
+        size = geometry_of(spec).tensor_size
+        addrs = self._pools.allocate(on_device=spec.on_device, size=size, count=spec.num_tensors)
+        try:
+            self._add(operation, cache_id, spec, addrs, keys, accessible=True, owned=True)
+        except BaseException:
+            self._pools.free(on_device=spec.on_device, addresses=addrs)
+            raise
+        return cache_id, addrs
+
+    def _add(
+        self,
+        operation: str,
+        cache_id: int,
+        spec: CacheSpec,
+        addrs: Sequence[int],
+        keys: Sequence[Key | None],
+        *,
+        accessible: bool,
+        owned: bool,
+    ) -> None:
+        try:
+            self._core.catalogue.add(
+                cache_id, spec, np.array(addrs, dtype=np.uint64), keys, accessible=accessible, owned=owned
+            )
+        except DuplicateKeyError as error:
+            raise invalid(operation, str(error)) from error
+        except RegionError as error:
+            raise invalid(operation, str(error)) from error
+
+    def unregister(self, cache_id: int) -> None:
+        """Forget a cache; its memory is the caller's again when this returns. Unknown ids are fine.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY if transfers still use the memory after the synchronous timeout; call again.
+        """
+        self._check("unregister_cache")
+        entry = self._core.catalogue.get(cache_id)
+        if entry is not None:
+            self._take_back(entry, "unregister_cache")
+
+    def deallocate(self, cache_id: int) -> None:
+        """Give up an allocated cache; its memory goes when its last key does. Unknown and registered ids are fine.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED without a pool; LLM_LINK_BUSY as for ``unregister``.
+        """
+        self._check("deallocate_cache")
+        self._need_pool("deallocate_cache")
+        doomed = self._core.catalogue.deallocate(cache_id)
+        if doomed is not None:
+            self._take_back(doomed, "deallocate_cache")
+
+    def remove_key(self, key: RequestKey | PrefixKey) -> None:
+        """Forget a key of an allocated cache. Unknown keys and those of registered caches are left alone.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED without a pool; LLM_LINK_BUSY as for ``unregister``.
+        """
+        self._check("remove_cache_key")
+        self._need_pool("remove_cache_key")
+        doomed = self._core.catalogue.remove_key(key)
+        if doomed is not None:
+            self._take_back(doomed, "remove_cache_key")
+
+    def _need_pool(self, operation: str) -> None:
+        if not self._pools:
+            hint = "set LLMConfig.mem_pool_cfg or host_mem_pool_cfg"
+            raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, operation, "there is no memory pool", hint=hint)
+
+    def _take_back(self, entry: CacheEntry, operation: str) -> None:
+        """Hide a cache, then wait until nobody uses its memory any more: this process, requests served, peers' one-sided copies."""
+        core = self._core
+        deadline = Deadline.after(max(_MIN_RELEASE_S, self.options.sync_timeout_ms / 1000) + _MIN_RELEASE_S)
+        users: list[str] = []
+        if not core.catalogue.wait_unpinned_after_hiding(entry, deadline):
+            users.append("transfers of this process or held for peers")
+        regions = [int(region) for region in entry.regions]
+        core.regions.remove(regions)
+        if not core.regions.wait_unused(regions, deadline):
+            users.append("requests that are being served")
+        busy = self._links.drain(deadline) if not users else []
+        if busy:
+            users.append(f"transfers of cluster {', '.join(map(str, busy))}")
+        if users:
+            context = f"the memory of cache {entry.cache_id} is still in use by {' and '.join(users)}"
+            hint = "keep it mapped and call again"
+            raise failure(LLMStatusCode.LLM_LINK_BUSY, operation, context, retryable=True, hint=hint)
+        core.catalogue.forget(entry)
+        if entry.owned:
+            self._pools.free(on_device=entry.spec.on_device, addresses=[int(addr) for addr in entry.addrs])
+
+    def _release_later(self, entry: CacheEntry) -> None:
+        """A peer's pull released the last key of a cache: take its memory back, not on the loop's thread."""
+        self._core.control_workers.run(lambda: self._take_back(entry, "release"))
+
+    def copy_cache(self, dst_id: int, src_id: int, dst_batch: int, src_batch: int, offset: int, size: int) -> None:
+        """See ``local.copy_cache``."""
+        self._check("copy_cache")
+        target, source = (self._existing("copy_cache", cache_id) for cache_id in (dst_id, src_id))
+        local.copy_cache(source, target, src_batch, dst_batch, offset, size)
+
+    def copy_blocks(self, cache_id: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``local.copy_blocks``."""
+        self._check("copy_blocks")
+        local.copy_blocks(self._existing("copy_blocks", cache_id), pairs)
+
+    def swap_blocks(
+        self, src_addrs: Sequence[int], dst_addrs: Sequence[int], block_size: int, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """See ``local.swap_blocks``."""
+        self._check("swap_blocks")
+        local.swap_blocks(src_addrs, dst_addrs, block_size, pairs)
+
+    def _existing(self, operation: str, cache_id: int) -> CacheEntry:
+        entry = self._core.catalogue.get(cache_id)
+        if entry is None:
+            context = f"there is no cache {cache_id}"
+            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, operation, context, phase="lookup")
+        return entry
+
+    def remap(self, mem_infos: Sequence[tuple[int, int]]) -> None:
+        """Accept repaired memory: (address, size) pairs. There is nothing to do for ordinary memory.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID for an empty list, LLM_NOT_YET_LINK without a link.
+        """
+        self._check("remap_registered_memory")
+        if not mem_infos:
+            raise invalid("remap_registered_memory", "mem_infos is empty")
+        if not self._links.any_live():
+            code = LLMStatusCode.LLM_NOT_YET_LINK
+            raise failure(code, "remap_registered_memory", "no cluster is linked", hint="link first")
+
+    # Transfers
+
+    def pull(self, request: PullRequest) -> None:
+        """See ``Transfers.pull``."""
+        self._check(request.operation)
+        self._transfers.pull(request)
+
+    def push(self, request: PushRequest) -> None:
+        """See ``Transfers.push``."""
+        self._check(request.operation)
+        self._transfers.push(request)
+
+    # Links
+
+    def link_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
+        """Link several clusters at once; one status each, failures are logged with their reason."""
+        self._check("link_clusters")
+        return self._links.link_clusters(peers, timeout_ms)
+
+    def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
+        """Unlink several clusters at once; one status each, failures are logged with their reason."""
+        self._check("unlink_clusters")
+        return self._links.unlink_clusters(peers, timeout_ms, force=force)
+
+    def switch_role(self, listen: tuple[str, int] | None) -> None:
+        """Change where it listens; None stops listening.
+
+        Raises:
+            LLMException: LLM_EXIST_LINK, LLM_FEATURE_NOT_ENABLED, LLM_PARAM_INVALID or LLM_FAILED.
+        """
+        self._check("switch_role")
+        self._links.switch_role(listen)
+
+    def link(self, comm_name: str, ranks: Mapping[int, int], rank_table: str | None) -> int:
+        """Begin a rank-table link; its id.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, LLM_LINK_FAILED, LLM_FEATURE_NOT_ENABLED with the hixl backend.
+        """
+        self._check("link")
+        self._need_comms("link")
+        return self._links.link(comm_name, ranks, rank_table)
+
+    def unlink(self, comm_id: int) -> None:
+        """End a rank-table link.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK for an unknown id, LLM_FEATURE_NOT_ENABLED with the hixl backend.
+        """
+        self._check("unlink")
+        self._need_comms("unlink")
+        self._links.unlink(comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> MemStatus:
+        """Progress of a rank-table link.
+
+        Raises:
+            LLMException: as for ``unlink``.
+        """
+        self._check("query_register_mem_status")
+        self._need_comms("query_register_mem_status")
+        return self._links.status(comm_id)
+
+    def _need_comms(self, operation: str) -> None:
+        if self.options.hixl:
+            context = "rank-table links do not exist with the transfer backend hixl"
+            raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, operation, context, hint="use link_clusters")
+
+    def explain(self, cluster_id: int) -> LinkReport:
+        """Which path leads to a cluster, and why it is this one.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK.
+        """
+        self._check("explain_link")
+        return self._links.explain(cluster_id)
+
+
+def _check_spec(spec: CacheSpec, operation: str) -> None:
+    if not 1 <= len(spec.shape) <= _MAX_DIMS:
+        raise invalid(operation, f"shape has {len(spec.shape)} dimensions, 1 to {_MAX_DIMS} are supported")
+    if min(spec.shape) <= 0:
+        raise invalid(operation, f"shape {list(spec.shape)} has a dimension that is not positive")
+    if geometry_of(spec).tensor_size >= 1 << 62:
+        raise invalid(operation, f"a tensor of shape {list(spec.shape)} is too large")

@@ -1,0 +1,78 @@
+"""How the engine reports failures: one text shape, one mapping from path errors to statuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.memory.regions import RegionError
+from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.paths.base import (
+    ConnectionLostError,
+    PathError,
+    PathTimeoutError,
+    PeerGoneError,
+)
+from llm_datadist.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from llm_datadist.utils.deadline import Deadline
+
+RELINK_HINT: Final = "unlink the cluster with force=True and link it again"
+
+
+class LinkError(Exception):
+    """A cluster could not be linked or unlinked; reported as a status, not raised to the caller."""
+
+    def __init__(self, code: LLMStatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def failure(
+    code: LLMStatusCode,
+    operation: str,
+    context: str,
+    *,
+    peer: int | None = None,
+    path: str | None = None,
+    phase: str | None = None,
+    retryable: bool = False,
+    hint: str | None = None,
+) -> LLMException:
+    """The exception for a failed operation, with the text ``[operation] failed, error code is <code>, <context>.``"""
+    advice = f"; {hint}" if hint else ""
+    return LLMException(
+        f"[{operation}] failed, error code is {code}, {context}{advice}.",
+        status_code=code,
+        operation=operation,
+        peer=peer,
+        path=path,
+        phase=phase,
+        retryable=retryable,
+        hint=hint,
+    )
+
+
+def invalid(operation: str, context: str, *, peer: int | None = None, hint: str | None = None) -> LLMException:
+    """The exception for arguments that cannot work."""
+    return failure(LLMStatusCode.LLM_PARAM_INVALID, operation, context, peer=peer, phase="check", hint=hint)
+
+
+def transfer_failure(error: Exception, operation: str, peer: int, path: str | None, deadline: Deadline) -> LLMException:
+    """The exception for an error of a path or of the control connection during a transfer."""
+    code, hint, retryable = LLMStatusCode.LLM_FAILED, None, False
+    if isinstance(error, (PathTimeoutError, ReplyTimeoutError)) or (
+        isinstance(error, ConnectionLostError) and deadline.expired()
+    ):
+        code, retryable = LLMStatusCode.LLM_TIMEOUT, True
+        hint = "raise sync_kv_timeout if the transfer is large, else see whether the peer is stalled"
+    elif isinstance(error, (PeerGoneError, ChannelClosedError)):
+        code, hint, retryable = LLMStatusCode.LLM_NOT_YET_LINK, RELINK_HINT, True
+    elif isinstance(error, ConnectionLostError):
+        hint, retryable = "try again: the connection is replaced", True
+    elif isinstance(error, RegionError):
+        code = LLMStatusCode.LLM_PARAM_INVALID
+    context = f"peer cluster {peer}: {error}"
+    if isinstance(error, PathError) and not error.quiescent:
+        context += " (the peer did not confirm that it has stopped writing: do not use the destination until it is unlinked)"
+    return failure(code, operation, context, peer=peer, path=path, phase="transfer", retryable=retryable, hint=hint)

@@ -1,0 +1,323 @@
+"""How a link begins: introduction, live probe of the paths by both sides, confirmation.
+
+The connecting side says ``Hello``; the listening side answers ``Welcome`` or ``Refuse``. Each side then finds its own path to the
+other. ``Confirm`` and its ``Ok`` make the link live on both sides; until then either can still say no and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from llm_datadist.engine.errors import LinkError
+from llm_datadist.engine.link import Link
+from llm_datadist.engine.service import refuse
+from llm_datadist.engine.session import Session
+from llm_datadist.net.address import text
+from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutError
+from llm_datadist.net.listener import connect
+from llm_datadist.paths.base import Context, PathError, Peer
+from llm_datadist.paths.ladder import Route
+from llm_datadist.status import LLMStatusCode, code_2_status
+from llm_datadist.utils import log
+from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire import messages
+from llm_datadist.wire.data import Greeting
+from llm_datadist.wire.framing import Kind, preamble
+
+if TYPE_CHECKING:
+    import socket
+
+    from llm_datadist.engine.comms import Comms
+    from llm_datadist.engine.core import Core
+    from llm_datadist.net.address import Address
+    from llm_datadist.paths.base import DataConnector
+
+T = TypeVar("T")
+_MAX_LINK_S: Final = 60.0
+_PING_S: Final = 0.5
+_PREFETCH_S: Final = 1.0
+
+
+class Handshaker:
+    """Makes links, as the connecting and as the listening side."""
+
+    def __init__(self, core: Core, comms: Comms) -> None:
+        self._core = core
+        self._comms = comms
+        self._pending = core.pending
+
+    # The connecting side
+
+    def dial(self, address: Address, cluster_id: int, deadline: Deadline, comm: str | None = None) -> Link:
+        """Link the peer that listens at ``address``.
+
+        Raises:
+            LinkError: with the status and the reason.
+        """
+        try:
+            sock = connect(address, preamble(Kind.CONTROL), deadline)
+        except ValueError as error:
+            raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, str(error)) from error
+        except OSError as error:
+            late = isinstance(error, TimeoutError) or deadline.expired()
+            code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_LINK_FAILED
+            message = f"cannot connect to {text(address)}: {error.strerror or error}"
+            raise LinkError(code, message) from error
+        session = Session(Channel(sock, self._core.loop), self._core, self)
+        session.channel.start()
+        try:
+            return self._introduce(session, address, cluster_id, deadline, comm)
+        except ChannelClosedError as error:
+            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
+        except ReplyTimeoutError as error:
+            session.channel.close("link timed out")
+            raise LinkError(LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}") from error
+        except LinkError as error:
+            session.channel.close(str(error))
+            raise
+
+    def _introduce(
+        self, session: Session, address: Address, cluster_id: int, deadline: Deadline, comm: str | None
+    ) -> Link:
+        core = self._core
+        hello = messages.Hello(
+            versions=(messages.VERSION_MIN, messages.VERSION_MAX),
+            identity=core.identity,
+            remote_accessible=core.options.remote_accessible,
+            timeout_ms=max(1, int(deadline.remaining() * 1000)),
+            offer=core.offer,
+            comm=comm,
+        )
+        welcome = _agreed(session.channel.request(hello, deadline), messages.Welcome)
+        link = Link(Peer(welcome.identity, welcome.offer), session.channel, welcome.link_token, text(address))
+        link.dialled = address
+        session.introduce(link)
+        if link.cluster_id != cluster_id:
+            log.warn(
+                "the peer at %s is cluster %d, not %d: use its own id to transfer", link.address, link.cluster_id, cluster_id
+            )
+        path = self._find_path(link, functools.partial(self._open_forward, link, address), deadline)
+        if core.options.remote_accessible:
+            link.catalogue(deadline)
+        _agreed(session.channel.request(messages.Confirm(path=path), deadline), messages.Ok)
+        self._install(link)
+        return link
+
+    def _find_path(self, link: Link, open_data: DataConnector, deadline: Deadline) -> str:
+        core = self._core
+        context = Context(
+            identity=core.identity,
+            regions=core.regions,
+            copiers=core.copiers,
+            copy_threads=core.copy_threads,
+            open_data=open_data,
+            fence=functools.partial(_fence, link),
+        )
+        route = Route(core.options.paths, link.peer, context)
+        link.use(route)
+        try:
+            return route.connect(deadline).name
+        except PathError as error:
+            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
+
+    def _open_forward(
+        self, link: Link, address: Address, count: int, deadline: Deadline
+    ) -> list[tuple[int, socket.socket]]:
+        """Data connections on which this side asks, opened by this side."""
+        return [self._open_one(link, address, deadline, serve=True) for _ in range(count)]
+
+    def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:
+        number = next(link.data_numbers)
+        greeting = Greeting(link.token, number, serve)
+        try:
+            return number, connect(address, preamble(Kind.DATA) + greeting.encode(), deadline)
+        except OSError as error:
+            message = f"cannot connect to {text(address)}: {error.strerror or error}"
+            raise PathError(message) from error
+
+    def open_data(self, link: Link, count: int) -> messages.Body:
+        """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
+        deadline = Deadline.after(_MAX_LINK_S)
+        try:
+            for _ in range(count):
+                number, sock = self._open_one(link, link.dialled or ("", 0), deadline, serve=False)
+                self._core.data_server.add(link.token, number, sock)
+        except PathError as error:
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, str(error))
+        return messages.Ok()
+
+    def _install(self, link: Link) -> None:
+        old = self._core.table.install(link)
+        if old is not None:
+            self._core.ender.drop(old, "replaced by a new link")
+        if link.channel.closed:
+            self._core.ender.lose(link, "the peer closed the connection")
+
+    # The listening side
+
+    def accept(self, sock: socket.socket) -> None:
+        """A control connection arrived. Loop thread."""
+        session = Session(Channel(sock, self._core.loop), self._core, self)
+        session.expect_hello()
+        session.channel.start()
+
+    def accept_data(self, sock: socket.socket, greeting: Greeting) -> None:
+        """A data connection arrived. Loop thread."""
+        link = self._pending.get(greeting.link_token)
+        if link is None:
+            link = next((live for live in self._core.table.all() if live.token == greeting.link_token), None)
+        if link is None:
+            log.warn("a data connection for an unknown link was dropped")
+            sock.close()
+        elif greeting.serve:
+            self._core.data_server.add(greeting.link_token, greeting.connection, sock)
+        else:
+            link.data_arrived(greeting.connection, sock)
+
+    def welcome(self, session: Session, hello: messages.Hello, request_id: int) -> None:
+        """See ``Host.welcome``."""
+        refusal = self._objection(session, hello)
+        if refusal is not None:
+            session.channel.reply(refusal, request_id)
+            session.channel.close(refusal.reason)
+            return
+        version = messages.agree_on_version(hello.versions)
+        link = Link(
+            Peer(hello.identity, hello.offer), session.channel, secrets.token_bytes(16), text(session.channel.remote_address)
+        )
+        link.pending_comm = hello.comm
+        link.deadline = Deadline.after(min(hello.timeout_ms / 1000, _MAX_LINK_S))
+        self._pending[link.token] = link
+        session.introduce(link)
+        link.give_up = self._core.loop.call_later(link.deadline.remaining(), lambda: self._give_up(link))
+        welcome = messages.Welcome(
+            version=version or messages.VERSION_MAX,
+            identity=self._core.identity,
+            offer=self._core.offer,
+            link_token=link.token,
+        )
+        session.channel.reply(welcome, request_id)
+
+    def _objection(self, session: Session, hello: messages.Hello) -> messages.Refuse | None:
+        core = self._core
+        if messages.agree_on_version(hello.versions) is None:
+            ours = f"{messages.VERSION_MIN} to {messages.VERSION_MAX}"
+            theirs = f"{hello.versions[0]} to {hello.versions[1]}"
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, f"protocol versions {theirs} and {ours} have none in common")
+        if hello.remote_accessible != core.options.remote_accessible:
+            self._comms.refused(hello.comm, hello.identity.cluster_id, "enable_remote_cache_accessible differs")
+            reason = (
+                f"enable_remote_cache_accessible is {hello.remote_accessible} at cluster {hello.identity.cluster_id} and "
+                f"{core.options.remote_accessible} at cluster {core.identity.cluster_id}: it must be the same on both sides"
+            )
+            return refuse(LLMStatusCode.LLM_PARAM_INVALID, reason)
+        if hello.comm is not None and not self._comms.expects(hello.comm, hello.identity.cluster_id):
+            return refuse(LLMStatusCode.LLM_PROCESSING_LINK, f"link({hello.comm!r}) has not been called here yet")
+        if hello.identity.incarnation == core.identity.incarnation:
+            session.is_self = True
+            return None
+        return self._conflict(hello.identity)
+
+    def _conflict(self, peer: messages.Identity) -> messages.Refuse | None:
+        """What is in the way of a new link to this peer: a live one, or an attempt of this side that goes first."""
+        core = self._core
+        existing = core.table.get(peer.cluster_id)
+        if existing is not None:
+            if existing.peer.identity.incarnation == peer.incarnation and _alive_at_peer(existing):
+                return refuse(LLMStatusCode.LLM_ALREADY_LINK, "the clusters are linked already")
+            core.ender.lose(existing, "the peer links anew")
+        ours, theirs = core.identity, peer
+        first = (ours.cluster_id, ours.incarnation) > (theirs.cluster_id, theirs.incarnation)
+        if core.table.attempting(peer.cluster_id) and first:
+            return refuse(LLMStatusCode.LLM_PROCESSING_LINK, "both sides link each other just now")
+        return None
+
+    def confirm(self, session: Session, confirm: messages.Confirm, request_id: int) -> None:
+        """See ``Host.confirm``."""
+        link = session.link
+        if link is None or link.deadline is None or link.token not in self._pending:
+            session.channel.close("a confirmation that nobody waits for")
+            return
+        log.info("cluster %d reaches us over %s", link.cluster_id, confirm.path)
+        if session.is_self:
+            self._settled(link)
+            session.channel.reply(messages.Ok(), request_id)
+            return
+        try:
+            self._find_path(link, functools.partial(_open_reverse, link), link.deadline)
+        except LinkError as error:
+            session.channel.reply(refuse(error.code, f"the other direction: {error}"), request_id)
+            session.channel.close(str(error))
+            return
+        self._install(link)
+        self._settled(link)
+        if link.pending_comm is not None:
+            link.made_for_comm = True
+            self._comms.joined(link.pending_comm, link)
+        session.channel.reply(messages.Ok(), request_id)
+        if self._core.options.remote_accessible:
+            self._prefetch(link)
+
+    def _prefetch(self, link: Link) -> None:
+        try:
+            link.catalogue(Deadline.after(_PREFETCH_S))
+        except (ChannelClosedError, ReplyTimeoutError) as error:
+            log.info("the catalogue of cluster %d is fetched later: %s", link.cluster_id, error)
+
+    def _settled(self, link: Link) -> None:
+        if link.give_up is not None:
+            link.give_up.cancel()
+        self._pending.pop(link.token, None)
+
+    def _give_up(self, link: Link) -> None:
+        if self._pending.pop(link.token, None) is not None:
+            link.channel.close("the link was not confirmed in time")
+
+    def join(self, link: Link, comm: str) -> messages.Body:
+        """See ``Host.join``."""
+        if not self._comms.expects(comm, link.cluster_id):
+            return refuse(LLMStatusCode.LLM_PROCESSING_LINK, f"link({comm!r}) has not been called here yet")
+        self._comms.joined(comm, link)
+        return messages.Ok()
+
+
+def _agreed(reply: messages.Body, wanted: type[T]) -> T:
+    if isinstance(reply, wanted):
+        return reply
+    if isinstance(reply, messages.Refuse):
+        raise LinkError(code_2_status(reply.code), f"refused by the peer: {reply.reason}")
+    message = f"the peer answered with {type(reply).__name__}"
+    raise LinkError(LLMStatusCode.LLM_FAILED, message)
+
+
+def _alive_at_peer(link: Link) -> bool:
+    try:
+        return isinstance(link.request(messages.Ping(link_token=link.token), Deadline.after(_PING_S)), messages.Ok)
+    except (ChannelClosedError, ReplyTimeoutError):
+        return False
+
+
+def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
+    """Data connections on which this side asks, opened by the peer because only it can connect."""
+    try:
+        reply = link.request(messages.OpenData(count=count), deadline)
+    except (ChannelClosedError, ReplyTimeoutError) as error:
+        message = f"the peer did not open data connections: {error}"
+        raise PathError(message) from error
+    reason = reply.reason if isinstance(reply, messages.Refuse) else "they did not arrive in time"
+    taken = link.take_arrivals(count, deadline) if isinstance(reply, messages.Ok) else []
+    if len(taken) < count:
+        for _, sock in taken:
+            sock.close()
+        message = f"the peer did not open data connections: {reason}"
+        raise PathError(message)
+    return taken
+
+
+def _fence(link: Link, numbers: list[int], deadline: Deadline) -> bool:
+    try:
+        return isinstance(link.request(messages.Fence(connections=numbers), deadline), messages.Ok)
+    except (ChannelClosedError, ReplyTimeoutError):
+        return False

@@ -1,0 +1,296 @@
+"""One link to one peer: its state, the transfers that run over it, and what is known of the peer."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+import itertools
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_datadist.engine.peer_catalogue import PeerCatalogue
+from llm_datadist.net.channel import ChannelClosedError
+from llm_datadist.utils import log
+from llm_datadist.wire import messages
+from llm_datadist.wire.framing import ProtocolError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist.net.address import Address
+    from llm_datadist.net.channel import Channel
+    from llm_datadist.net.loop import Timer
+    from llm_datadist.paths.base import Path, Peer
+    from llm_datadist.paths.ladder import Attempt, Route
+    from llm_datadist.utils.deadline import Deadline
+    from llm_datadist.wire.messages import Body
+
+
+class LinkState(enum.Enum):
+    """Life of a link. It only goes forward; a new life is a new link."""
+
+    CONNECTING = 0
+    """The handshake runs; transfers are refused."""
+    LINKED = 1
+    CLOSING = 2
+    """Running transfers end, new ones are refused."""
+    CLOSED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What ``explain`` tells about a link."""
+
+    cluster_id: int
+    peer_address: str
+    peer_pid: int
+    state: LinkState
+    path: str | None
+    """Name of the path in use."""
+    attempts: tuple[Attempt, ...]
+    """What became of every path, the chosen one first."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid}): "
+            f"{self.state.name.lower()}, path {self.path or 'none'}"
+        ]
+        for attempt in self.attempts:
+            mark = "*" if attempt.chosen else "-"
+            hint = f" [{attempt.hint}]" if attempt.hint else ""
+            lines.append(f"  {mark} {attempt.name}: {attempt.reason}{hint}")
+        return "\n".join(lines)
+
+
+class PeerLink(abc.ABC):
+    """What transfers need of a link."""
+
+    cluster_id: int
+
+    @abc.abstractmethod
+    def transfer(self) -> contextlib.AbstractContextManager[None]:
+        """Count a running transfer.
+
+        Raises:
+            ChannelClosedError: the link is not up (any more).
+        """
+
+    @abc.abstractmethod
+    def path(self, deadline: Deadline) -> Path:
+        """The path in use.
+
+        Raises:
+            PathError: none works (any more).
+        """
+
+    @abc.abstractmethod
+    def demote(self, path: Path, reason: str) -> None:
+        """Stop using ``path``."""
+
+    @abc.abstractmethod
+    def request(self, body: Body, deadline: Deadline) -> Body:
+        """Ask the peer.
+
+        Raises:
+            ChannelClosedError: the link is gone.
+            ReplyTimeoutError: no reply by the deadline.
+        """
+
+    @abc.abstractmethod
+    def notify(self, body: Body) -> None:
+        """Tell the peer, if it is still there."""
+
+    def __init__(self) -> None:
+        self._catalogue: PeerCatalogue | None = None
+        self._catalogue_lock = threading.Lock()
+
+    def catalogue(self, deadline: Deadline, outdated: PeerCatalogue | None = None) -> PeerCatalogue:
+        """The peer's catalogue: the one known already, unless it is ``outdated``; then it is fetched again.
+
+        Raises:
+            ChannelClosedError: the link is gone.
+            ReplyTimeoutError: no reply by the deadline.
+        """
+        known = self._catalogue
+        if known is not None and known is not outdated:
+            return known
+        with self._catalogue_lock:  # of many threads that find it outdated, one fetches
+            known = self._catalogue
+            if known is None or known is outdated:
+                reply = self.request(messages.Fetch(), deadline)
+                if not isinstance(reply, messages.Catalogue):
+                    message = f"the peer answered a catalogue request with {type(reply).__name__}"
+                    raise ChannelClosedError(message)
+                try:
+                    known = self._catalogue = PeerCatalogue(reply)
+                except ValueError as error:
+                    message = f"the peer's catalogue is not understood: {error}"
+                    raise ChannelClosedError(message) from error
+            return known
+
+
+class Link(PeerLink):
+    """A link over a control connection. Thread-safe."""
+
+    def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str) -> None:
+        super().__init__()
+        self.cluster_id = peer.identity.cluster_id
+        self.peer = peer
+        self.channel = channel
+        self.token = token
+        self.address = address
+        self.dialled: Address | None = None
+        """Where this side connected to; None if the peer connected."""
+        self.deadline: Deadline | None = None
+        """When a link that the peer began must be up."""
+        self.give_up: Timer | None = None
+        """Drops it then."""
+        self.pending_comm: str | None = None
+        """The rank-table link for which the peer connected."""
+        self.initiated_here = False
+        """Whether this side has called ``link_clusters`` for it."""
+        self.comms: set[int] = set()
+        """Rank-table links of this side that use it."""
+        self.made_for_comm = False
+        """Whether it ends with the last rank-table link that uses it."""
+        self.peer_said_bye = False
+        self.data_numbers = itertools.count(1)
+        """Numbers for the data connections that this side opens."""
+        self._arrivals: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._route: Route | None = None
+        self._lock = threading.Condition()
+        self._state = LinkState.CONNECTING
+        self._running: set[object] = set()
+        self._waiting: list[tuple[set[object], Callable[[], object]]] = []
+
+    @property
+    def state(self) -> LinkState:
+        """Where in its life it is."""
+        return self._state
+
+    def advance(self, state: LinkState) -> bool:
+        """Go forward to ``state``; False if it is there or further already."""
+        with self._lock:
+            if state.value <= self._state.value:
+                return False
+            self._state = state
+            self._lock.notify_all()
+        log.info("link to cluster %d: %s", self.cluster_id, state.name)
+        return True
+
+    def resume(self) -> None:
+        """Back from CLOSING to LINKED: an unlink could not be finished and keeps the link."""
+        with self._lock:
+            if self._state is LinkState.CLOSING and not self.channel.closed:
+                self._state = LinkState.LINKED
+
+    def data_arrived(self, number: int, sock: socket.socket) -> None:
+        """The peer opened a data connection on which this side may ask."""
+        self._arrivals.put((number, sock))
+
+    def take_arrivals(self, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
+        """``count`` data connections that the peer opened; fewer if they do not come in time."""
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            for _ in range(count):
+                taken.append(self._arrivals.get(timeout=max(deadline.remaining(), 0.001)))
+        return taken
+
+    def close_arrivals(self) -> None:
+        """Close data connections that nobody took."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._arrivals.get_nowait()[1].close()
+
+    def use(self, route: Route) -> None:
+        """Set the route; once, before LINKED."""
+        self._route = route
+
+    @contextlib.contextmanager
+    def transfer(self) -> Iterator[None]:
+        """See ``PeerLink.transfer``."""
+        ticket = object()
+        with self._lock:
+            if self._state is not LinkState.LINKED:
+                message = f"the link is {self._state.name.lower()}"
+                raise ChannelClosedError(message)
+            self._running.add(ticket)
+        try:
+            yield
+        finally:
+            self._ended(ticket)
+
+    def _ended(self, ticket: object) -> None:
+        due = []
+        with self._lock:
+            self._running.discard(ticket)
+            for tickets, then in self._waiting:
+                tickets.discard(ticket)
+                if not tickets:
+                    due.append(then)
+            self._waiting = [item for item in self._waiting if item[0]]
+            self._lock.notify_all()
+        for then in due:
+            then()
+
+    def when_idle(self, then: Callable[[], object]) -> None:
+        """Call ``then`` once every transfer that runs now has ended; at once if none does."""
+        with self._lock:
+            if self._running:
+                self._waiting.append((set(self._running), then))
+                return
+        then()
+
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """Wait until no transfer runs; whether that happened in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._running, deadline.remaining())
+
+    def path(self, deadline: Deadline) -> Path:
+        """See ``PeerLink.path``."""
+        route = self._route
+        if route is None:
+            message = "the link is connecting"
+            raise ChannelClosedError(message)
+        return route.path or route.connect(deadline)
+
+    def demote(self, path: Path, reason: str) -> None:
+        """See ``PeerLink.demote``."""
+        if self._route is not None:
+            self._route.demote(path, reason)
+
+    def request(self, body: Body, deadline: Deadline) -> Body:
+        """See ``PeerLink.request``."""
+        return self.channel.request(body, deadline)
+
+    def notify(self, body: Body) -> None:
+        """See ``PeerLink.notify``."""
+        with contextlib.suppress(ChannelClosedError, ProtocolError):
+            self.channel.send(body)
+
+    def abort_transfers(self) -> None:
+        """Make running transfers fail soon."""
+        if self._route is not None:
+            self._route.abort()
+
+    def release(self) -> None:
+        """Give up its paths; transfers must have ended."""
+        if self._route is not None:
+            self._route.close()
+
+    def report(self) -> LinkReport:
+        """What there is to tell."""
+        route = self._route
+        path = route.path if route else None
+        return LinkReport(
+            cluster_id=self.cluster_id,
+            peer_address=self.address,
+            peer_pid=self.peer.identity.pid,
+            state=self._state,
+            path=path.name if path else None,
+            attempts=route.attempts() if route else (),
+        )

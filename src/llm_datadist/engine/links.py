@@ -1,0 +1,304 @@
+"""All links of an engine: who is linked, how a link begins and how it ends."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.engine.errors import RELINK_HINT, LinkError, failure
+from llm_datadist.engine.link import LinkState
+from llm_datadist.net.address import text
+from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.status import LLMStatusCode
+from llm_datadist.utils import log
+from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llm_datadist.engine.link import Link, PeerLink
+    from llm_datadist.engine.requests import PeerAddress
+    from llm_datadist.net.address import Address
+    from llm_datadist.net.workers import Workers
+
+    Dial = Callable[[Address, int, Deadline], Link]
+
+_MAX_OBITUARIES: Final = 1024
+_RETRY_S: Final = 0.05
+_ABORT_S: Final = 0.5
+
+
+class LinkTable:
+    """The live links, by cluster id. Thread-safe.
+
+    A link whose connection was lost leaves the table at once; why it went is remembered for messages.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._links: dict[int, Link] = {}
+        self._attempts: set[int] = set()
+        self._lost: OrderedDict[int, str] = OrderedDict()
+
+    def get(self, cluster_id: int) -> Link | None:
+        """The live link to a cluster."""
+        with self.changed:
+            return self._links.get(cluster_id)
+
+    def require(self, cluster_id: int, operation: str) -> PeerLink:
+        """The live link to a cluster.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK, with the reason why a former link ended.
+        """
+        with self.changed:
+            link = self._links.get(cluster_id)
+            if link is not None and link.state is LinkState.LINKED:
+                return link
+            lost = self._lost.get(cluster_id)
+            known = sorted(self._links)
+        if lost is not None:
+            context, hint = f"the link to cluster {cluster_id} ended: {lost}", RELINK_HINT
+        else:
+            linked = ", ".join(map(str, known[:16])) or "none"
+            context, hint = f"cluster {cluster_id} is not linked (linked: {linked})", "call link_clusters or link first"
+        raise failure(
+            LLMStatusCode.LLM_NOT_YET_LINK, operation, context, peer=cluster_id, phase="link", retryable=True, hint=hint
+        )
+
+    def all(self) -> list[Link]:
+        """All live links."""
+        with self.changed:
+            return list(self._links.values())
+
+    def install(self, link: Link) -> Link | None:
+        """Make a link the live one of its cluster; the one that it replaces, if any."""
+        with self.changed:
+            old = self._links.get(link.cluster_id)
+            self._links[link.cluster_id] = link
+            self._lost.pop(link.cluster_id, None)
+            link.advance(LinkState.LINKED)
+            self.changed.notify_all()
+            return old
+
+    def remove(self, link: Link, lost: str | None) -> bool:
+        """Take a link out; ``lost`` says why, if nobody asked for it. False if it is not the live one."""
+        with self.changed:
+            if self._links.get(link.cluster_id) is not link:
+                return False
+            del self._links[link.cluster_id]
+            if lost is not None:
+                self._lost[link.cluster_id] = lost
+                while len(self._lost) > _MAX_OBITUARIES:
+                    self._lost.popitem(last=False)
+            self.changed.notify_all()
+            return True
+
+    def lost(self, cluster_id: int) -> str | None:
+        """Why the last link to a cluster was lost, if it was and has not been made again."""
+        with self.changed:
+            return self._lost.get(cluster_id)
+
+    def forget(self, cluster_id: int) -> None:
+        """Do not remember any more that a link was lost."""
+        with self.changed:
+            self._lost.pop(cluster_id, None)
+
+    def begin(self, cluster_id: int, deadline: Deadline) -> Link | None:
+        """Start an attempt to link a cluster, after other threads' attempts; the live link instead if there is one.
+
+        Raises:
+            LinkError: another thread's attempt took until the deadline.
+        """
+        with self.changed:
+            if not self.changed.wait_for(lambda: cluster_id not in self._attempts, deadline.remaining()):
+                message = "another thread is still linking this cluster"
+                raise LinkError(LLMStatusCode.LLM_PROCESSING_LINK, message)
+            link = self._links.get(cluster_id)
+            if link is None:
+                self._attempts.add(cluster_id)
+            return link
+
+    def end(self, cluster_id: int) -> None:
+        """End the attempt."""
+        with self.changed:
+            self._attempts.discard(cluster_id)
+            self.changed.notify_all()
+
+    def attempting(self, cluster_id: int) -> bool:
+        """Whether this side is just linking that cluster."""
+        with self.changed:
+            return cluster_id in self._attempts
+
+    def wait_for_link(self, cluster_id: int, deadline: Deadline) -> Link | None:
+        """The live link to a cluster, as soon as there is one."""
+        with self.changed:
+            self.changed.wait_for(lambda: cluster_id in self._links, deadline.remaining())
+            return self._links.get(cluster_id)
+
+
+class Linker:
+    """``link_clusters`` and ``unlink_clusters``: several clusters at once, one status each."""
+
+    def __init__(self, table: LinkTable, dial: Dial, end: LinkEnder, workers: Workers, *, hixl: bool, need_local: bool) -> None:
+        self._table = table
+        self._dial = dial
+        self._end = end
+        self._workers = workers
+        self._hixl = hixl
+        self._need_local = need_local
+
+    def link(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
+        """Link all peers; failures are logged with their reason."""
+        deadline = Deadline.after(timeout_ms / 1000)
+        return self._each("link", peers, lambda peer: self._link_one(peer, deadline))
+
+    def unlink(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
+        """Unlink all peers; failures are logged with their reason."""
+        deadline = Deadline.after(timeout_ms / 1000)
+        return self._each("unlink", peers, lambda peer: self._unlink_one(peer, deadline, force=force))
+
+    def _each(
+        self, verb: str, peers: Sequence[PeerAddress], work: Callable[[PeerAddress], object]
+    ) -> list[LLMStatusCode]:
+        def guarded(peer: PeerAddress) -> LLMStatusCode:
+            try:
+                work(peer)
+            except LinkError as error:
+                where = ", ".join(text(remote) for remote in peer.remotes) or "no address given"
+                log.error("cannot %s cluster %d (%s): %s: %s", verb, peer.cluster_id, where, error.code, error)
+                return error.code
+            return LLMStatusCode.LLM_SUCCESS
+
+        if len(peers) == 1:
+            return [guarded(peers[0])]
+        futures = [self._workers.submit(functools.partial(guarded, peer)) for peer in peers]
+        return [future.result() for future in futures]  # type: ignore[misc]
+
+    def _link_one(self, peer: PeerAddress, deadline: Deadline) -> None:
+        if len(peer.remotes) != 1:
+            message = f"exactly one remote address is needed, {len(peer.remotes)} given"
+            raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, message)
+        if self._need_local and peer.num_locals != 1:
+            message = f"without local_comm_res exactly one local address is needed, {peer.num_locals} given"
+            raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, message)
+        link = self._table.begin(peer.cluster_id, deadline)
+        if link is None:
+            try:
+                link = self._dial_until(peer, deadline)
+            finally:
+                self._table.end(peer.cluster_id)
+            link.initiated_here = True
+            return
+        # With the hixl backend each side makes its own link; ours serves both.
+        if not self._hixl or link.initiated_here:
+            message = "the clusters are linked already"
+            raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, message)
+        link.initiated_here = True
+
+    def _dial_until(self, peer: PeerAddress, deadline: Deadline) -> Link:
+        """Dial; where both sides link each other at once, one connection survives and serves both."""
+        while True:
+            try:
+                return self._dial(peer.remotes[0], peer.cluster_id, deadline)
+            except LinkError as error:
+                crossed = error.code in (LLMStatusCode.LLM_PROCESSING_LINK, LLMStatusCode.LLM_ALREADY_LINK)
+                if not crossed or deadline.expired():
+                    raise
+                link = self._table.wait_for_link(peer.cluster_id, deadline.at_most(_RETRY_S))
+                if link is not None:
+                    return link
+
+    def _unlink_one(self, peer: PeerAddress, deadline: Deadline, *, force: bool) -> None:
+        if not force and not self._hixl and len(peer.remotes) != 1:
+            message = f"without force exactly one remote address is needed, {len(peer.remotes)} given"
+            raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, message)
+        link = self._table.get(peer.cluster_id)
+        if link is None:
+            lost = self._table.lost(peer.cluster_id)
+            if lost is None or force or self._hixl:
+                self._table.forget(peer.cluster_id)
+                return
+            message = f"the peer cannot be told, the link was lost ({lost}): use force=True"
+            raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message)
+        if force:
+            self._end.force(link, deadline)
+        else:
+            self._end.agree(link, deadline)
+
+
+class LinkEnder:
+    """The ways in which a link ends."""
+
+    def __init__(self, table: LinkTable, release: Callable[[Link], object]) -> None:
+        self._table = table
+        self._release = release
+
+    def agree(self, link: Link, deadline: Deadline) -> None:
+        """End it in good order: running transfers of both sides finish, the peer drops its half, then it is gone.
+
+        Raises:
+            LinkError: LLM_TIMEOUT or LLM_UNLINK_FAILED; the link is kept.
+        """
+        if not link.advance(LinkState.CLOSING):
+            return
+        if not link.wait_idle(deadline):
+            link.resume()
+            message = "transfers over the link did not end in time"
+            raise LinkError(LLMStatusCode.LLM_TIMEOUT, message)
+        try:
+            link.request(messages.Bye(reason="unlinked"), deadline)
+        except ReplyTimeoutError as error:
+            link.resume()
+            message = "the peer did not answer in time: use force=True to end the link on this side alone"
+            raise LinkError(LLMStatusCode.LLM_TIMEOUT, message) from error
+        except ChannelClosedError as error:
+            if not link.peer_said_bye:
+                message = f"the peer could not be told: {error}; use force=True"
+                raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message) from error
+        self.drop(link, "unlinked")
+
+    def end(self, link: Link, deadline: Deadline) -> None:
+        """End it in good order if that works by the deadline, else on this side alone."""
+        try:
+            self.agree(link, deadline)
+        except LinkError as error:
+            log.warn("cluster %d is unlinked on this side alone: %s", link.cluster_id, error)
+            self.force(link, deadline)
+
+    def force(self, link: Link, deadline: Deadline) -> None:
+        """End this side; the peer is told, but not waited for. Running transfers may finish until the deadline."""
+        link.advance(LinkState.CLOSING)
+        link.notify(messages.Bye(reason="unlinked by force"))
+        if not link.wait_idle(deadline):
+            link.abort_transfers()
+            link.wait_idle(Deadline.after(_ABORT_S))
+        self.drop(link, "unlinked by force")
+
+    def lose(self, link: Link, reason: str) -> None:
+        """Its connection is gone and nobody asked for that. Does not block."""
+        was_linked = link.state is LinkState.LINKED
+        self._table.remove(link, None if link.peer_said_bye else reason)
+        link.advance(LinkState.CLOSING)
+        if was_linked and not link.peer_said_bye:
+            log.warn("link to cluster %d (%s) lost: %s", link.cluster_id, link.address, reason)
+        self._finish(link, reason)
+
+    def drop(self, link: Link, reason: str) -> None:
+        """End it at once on this side. Does not block."""
+        self._table.remove(link, None)
+        link.advance(LinkState.CLOSING)
+        self._finish(link, reason)
+
+    def _finish(self, link: Link, reason: str) -> None:
+        link.channel.close(reason)
+        link.abort_transfers()
+        link.when_idle(lambda: self._last(link))
+
+    def _last(self, link: Link) -> None:
+        if link.advance(LinkState.CLOSED):
+            link.release()
+            self._release(link)

@@ -1,0 +1,95 @@
+"""Copies between caches of this process. No peer, no link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llm_datadist.engine.errors import failure, invalid
+from llm_datadist.engine.planning import BlockIds
+from llm_datadist.layout import plan
+from llm_datadist.layout.spans import LayoutError
+from llm_datadist.memory.move import MemoryFaultError, copy
+from llm_datadist.status import LLMStatusCode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from llm_datadist.engine.catalogue import CacheEntry
+    from llm_datadist.layout.spans import Runs
+
+    U64 = NDArray[np.uint64]
+
+
+def copy_cache(
+    source: CacheEntry, target: CacheEntry, source_batch: int, target_batch: int, offset: int, size: int
+) -> None:
+    """Copy ``size`` bytes (-1: to the end of the source entry) at ``offset`` of one batch entry to another, in every tensor.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, or LLM_FAILED if memory is not mapped.
+    """
+    if source.spec.num_tensors != target.spec.num_tensors:
+        context = f"numbers of tensors differ: {source.spec.num_tensors} in the source, {target.spec.num_tensors} in the target"
+        raise invalid("copy_cache", context)
+    if size == -1:
+        size = source.geometry.stride - offset
+    try:
+        windows = plan.entry(source.geometry, source_batch), plan.entry(target.geometry, target_batch)
+        for window in windows:
+            if offset and offset >= window.size:
+                message = f"offset {offset} is outside a batch entry of {window.size} bytes"
+                raise LayoutError(message)
+        here, there = (plan.Window(window.offset + offset, window.size - offset) for window in windows)
+        runs = plan.contiguous(here, there, size)
+    except LayoutError as error:
+        raise invalid("copy_cache", str(error)) from error
+    _copy("copy_cache", runs, source.addrs, target.addrs)
+
+
+def copy_blocks(entry: CacheEntry, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks within a cache: (source, target) pairs; of two with one target the last counts.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, or LLM_FAILED if memory is not mapped.
+        TypeError: a negative index.
+    """
+    ids = BlockIds.of([source for source, _ in pairs], [target for _, target in pairs])
+    if ids.local is None or ids.remote is None or not pairs:
+        return
+    try:
+        runs = plan.blocks(entry.geometry, entry.geometry, ids.local, ids.remote, into_local=False)
+    except LayoutError as error:
+        raise invalid("copy_blocks", str(error)) from error
+    _copy("copy_blocks", runs, entry.addrs, entry.addrs)
+
+
+def swap_blocks(
+    sources: Sequence[int], targets: Sequence[int], block_size: int, pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copy blocks between two sets of tensors given by address: (source, target) pairs.
+
+    Raises:
+        LLMException: LLM_FAILED if memory is not mapped.
+    """
+    if not pairs:
+        return
+    ids = BlockIds.of([source for source, _ in pairs], [target for _, target in pairs])
+    if ids.local is None or ids.remote is None:
+        return
+    sides = [plan.Geometry(block_size * entries, entries) for entries in (int(ids.local.max()) + 1, int(ids.remote.max()) + 1)]
+    runs = plan.blocks(sides[0], sides[1], ids.local, ids.remote, into_local=False)
+    _copy("swap_blocks", runs, np.array(sources, dtype=np.uint64), np.array(targets, dtype=np.uint64))
+
+
+def _copy(operation: str, runs: Runs, sources: U64, targets: U64) -> None:
+    count = len(sources)
+    source = (sources[:, None] + runs.local.astype(np.uint64)[None, :]).reshape(-1)
+    target = (targets[:, None] + runs.remote.astype(np.uint64)[None, :]).reshape(-1)
+    try:
+        copy(target, source, np.tile(runs.lengths, count))
+    except MemoryFaultError as error:
+        raise failure(LLMStatusCode.LLM_FAILED, operation, str(error), phase="transfer") from error

@@ -1,0 +1,231 @@
+"""Links to other processes, behind the one interface that the engine uses."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.engine.comms import Comms
+from llm_datadist.engine.errors import LinkError, failure, invalid
+from llm_datadist.engine.handshake import Handshaker
+from llm_datadist.engine.link import LinkState
+from llm_datadist.engine.links import Linker
+from llm_datadist.engine.listeners import Listeners
+from llm_datadist.net.address import text
+from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.status import LLMStatusCode
+from llm_datadist.utils import log
+from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from llm_datadist.engine.core import Core
+    from llm_datadist.engine.link import Link, LinkReport, PeerLink
+    from llm_datadist.engine.requests import MemStatus, PeerAddress
+    from llm_datadist.net.address import Address
+
+_CLOSE_S: Final = 2.0
+
+
+class Links(abc.ABC):
+    """Everything the engine wants of its links."""
+
+    @property
+    @abc.abstractmethod
+    def listen_address(self) -> Address | None:
+        """Where this engine listens."""
+
+    @abc.abstractmethod
+    def listen(self, address: Address | None) -> None:
+        """Start to listen, at ``init``.
+
+        Raises:
+            LLMException: it cannot be bound.
+        """
+
+    @abc.abstractmethod
+    def require(self, cluster_id: int, operation: str) -> PeerLink:
+        """The live link to a cluster.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK.
+        """
+
+    @abc.abstractmethod
+    def any_live(self) -> bool:
+        """Whether any cluster is linked."""
+
+    @abc.abstractmethod
+    def link_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
+        """Link several clusters at once; one status each."""
+
+    @abc.abstractmethod
+    def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
+        """Unlink several clusters at once; one status each."""
+
+    @abc.abstractmethod
+    def switch_role(self, address: Address | None) -> None:
+        """Change where it listens.
+
+        Raises:
+            LLMException: LLM_EXIST_LINK, LLM_FEATURE_NOT_ENABLED, LLM_PARAM_INVALID or LLM_FAILED.
+        """
+
+    @abc.abstractmethod
+    def link(self, name: str, ranks: Mapping[int, int], rank_table: str | None) -> int:
+        """Begin a rank-table link; its id."""
+
+    @abc.abstractmethod
+    def unlink(self, comm_id: int) -> None:
+        """End a rank-table link."""
+
+    @abc.abstractmethod
+    def status(self, comm_id: int) -> MemStatus:
+        """Progress of a rank-table link."""
+
+    @abc.abstractmethod
+    def explain(self, cluster_id: int) -> LinkReport:
+        """What there is to tell about a link.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK.
+        """
+
+    @abc.abstractmethod
+    def drain(self, deadline: Deadline) -> list[int]:
+        """Wait until every peer's transfers that run now have ended; clusters that did not say so in time."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all links in good order, within about two seconds; idempotent."""
+
+
+class NetworkLinks(Links):
+    """Real links."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._comms = Comms(core)
+        handshaker = Handshaker(core, self._comms)
+        self._listeners = Listeners(core.loop, handshaker.accept, handshaker.accept_data)
+        self._comms.attach(handshaker.dial, self._listeners)
+        options = core.options
+        need_local = not options.has_comm_res and not options.hixl
+        self._linker = Linker(
+            core.table, handshaker.dial, core.ender, core.dial_workers, hixl=options.hixl, need_local=need_local
+        )
+
+    @property
+    def listen_address(self) -> Address | None:
+        """See ``Links.listen_address``."""
+        return self._listeners.primary
+
+    def listen(self, address: Address | None) -> None:
+        """See ``Links.listen``."""
+        self._switch(address, "init")
+
+    def _switch(self, address: Address | None, operation: str) -> None:
+        try:
+            self._listeners.switch(address)
+        except ValueError as error:
+            raise invalid(operation, f"listen_ip_info: {error}") from error
+        except OSError as error:
+            where = text(address) if address else ""
+            context = f"cannot listen at {where}: {error.strerror or error}"
+            hint = "choose another port or end the process that uses it"
+            raise failure(LLMStatusCode.LLM_FAILED, operation, context, phase="link", hint=hint) from error
+
+    def require(self, cluster_id: int, operation: str) -> PeerLink:
+        """See ``Links.require``."""
+        return self._core.table.require(cluster_id, operation)
+
+    def any_live(self) -> bool:
+        """See ``Links.any_live``."""
+        return bool(self._core.table.all())
+
+    def link_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
+        """See ``Links.link_clusters``."""
+        return self._linker.link(peers, timeout_ms)
+
+    def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
+        """See ``Links.unlink_clusters``."""
+        return self._linker.unlink(peers, timeout_ms, force=force)
+
+    def switch_role(self, address: Address | None) -> None:
+        """See ``Links.switch_role``."""
+        if self._core.options.hixl:
+            initial = self._core.options.listen
+            if address is not None and address != initial:
+                context = f"with the transfer backend hixl the listen address stays {text(initial) if initial else 'unset'}"
+                raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "switch_role", context, phase="check")
+            return
+        linked = sorted(link.cluster_id for link in self._core.table.all())
+        if linked:
+            context = f"clusters {', '.join(map(str, linked))} are linked"
+            hint = "unlink them first"
+            raise failure(LLMStatusCode.LLM_EXIST_LINK, "switch_role", context, phase="link", hint=hint)
+        self._switch(address, "switch_role")
+
+    def link(self, name: str, ranks: Mapping[int, int], rank_table: str | None) -> int:
+        """See ``Links.link``."""
+        return self._comms.link(name, ranks, rank_table)
+
+    def unlink(self, comm_id: int) -> None:
+        """See ``Links.unlink``."""
+        self._comms.unlink(comm_id)
+
+    def status(self, comm_id: int) -> MemStatus:
+        """See ``Links.status``."""
+        return self._comms.status(comm_id)
+
+    def explain(self, cluster_id: int) -> LinkReport:
+        """See ``Links.explain``."""
+        self._core.table.require(cluster_id, "explain_link")
+        link = self._core.table.get(cluster_id)
+        if link is None:  # lost between the two lines
+            return self.explain(cluster_id)
+        return link.report()
+
+    def drain(self, deadline: Deadline) -> list[int]:
+        """See ``Links.drain``."""
+
+        def quiet(link: Link) -> bool:
+            try:
+                link.request(messages.Drain(), deadline)
+            except ChannelClosedError:
+                return True
+            except ReplyTimeoutError:
+                return False
+            return True
+
+        return self._on_each(quiet)
+
+    def _on_each(self, work: Callable[[Link], bool]) -> list[int]:
+        links = self._core.table.all()
+        if len(links) == 1:
+            results = [work(links[0])]
+        else:
+            futures = [self._core.dial_workers.submit(functools.partial(work, link)) for link in links]
+            results = [bool(future.result()) for future in futures]
+        return [link.cluster_id for link, done in zip(links, results, strict=True) if not done]
+
+    def close(self) -> None:
+        """See ``Links.close``."""
+        self._listeners.close_all()
+        self._comms.close()
+        deadline = Deadline.after(_CLOSE_S)
+
+        def end(link: Link) -> bool:
+            if link.state is LinkState.LINKED:
+                self._core.ender.end(link, deadline)
+            return True
+
+        try:
+            self._on_each(end)
+        except LinkError as error:
+            log.warn("finalize: %s", error)
+        for link in self._core.table.all():
+            self._core.ender.drop(link, "finalized")

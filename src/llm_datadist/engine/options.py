@@ -1,0 +1,180 @@
+"""The options that ``init`` gets, checked and turned into values with units in their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from llm_datadist.paths.ladder import DEFAULT_ORDER
+from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.utils import environment
+
+DEFAULT_MAX_ADDRS: Final = 240
+DEFAULT_SYNC_TIMEOUT_MS: Final = 1000
+DEFAULT_LINK_TIME_S: Final = 120
+_MAX_ADDRS_LIMIT: Final = 65_000
+_INT32_MAX: Final = 2**31 - 1
+_UINT32_MAX: Final = 2**32 - 1
+_MAX_PORT: Final = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """A memory pool: ``size_bytes`` in pages of ``1 << page_shift`` bytes."""
+
+    size_bytes: int
+    page_shift: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Everything the engine can be told at ``init``."""
+
+    remote_accessible: bool = False
+    """One-sided mode: peers find caches in a published catalogue and need nothing from this process. Both peers must agree."""
+    sync_timeout_ms: int = DEFAULT_SYNC_TIMEOUT_MS
+    listen: tuple[str, int] | None = None
+    hixl: bool = False
+    has_comm_res: bool = False
+    device_id: int = 0
+    link_total_time_s: int = DEFAULT_LINK_TIME_S
+    device_pool: PoolOptions | None = None
+    host_pool: PoolOptions | None = None
+    max_registered_addrs: int = DEFAULT_MAX_ADDRS
+    paths: tuple[str, ...] = DEFAULT_ORDER
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> EngineOptions:
+        """Check the option dictionary of ``init``; unknown keys are ignored.
+
+        Raises:
+            TypeError: a key or value is not a str.
+            LLMException: LLM_PARAM_INVALID, naming the option, its value and what it should be.
+        """
+        for key, value in options.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                message = f"option {key!r} is {value!r}: only support str keys and values"
+                raise TypeError(message)
+        reader = _Reader(options)
+        reader.require("llm.Role")
+        hixl = reader.choice("llm.TransferBackend", ("hixl",), default="") == "hixl"
+        accessible = reader.choice("llm.EnableRemoteCacheAccessible", ("0", "1"), default="0") == "1"
+        if hixl and not accessible:
+            raise reader.error("llm.EnableRemoteCacheAccessible", '"1" with the transfer backend hixl')
+        reader.number("llm.LinkRetryCount", 1, 100, default=1)
+        _check_rdma(reader, strict=hixl)
+        if hixl:
+            reader.json_object("llm.GlobalResourceConfig")
+        return cls(
+            remote_accessible=accessible,
+            sync_timeout_ms=reader.number("llm.SyncKvCacheWaitTime", 0, _INT32_MAX, default=DEFAULT_SYNC_TIMEOUT_MS),
+            listen=_listen(reader),
+            hixl=hixl,
+            has_comm_res=bool(options.get("llm.LocalCommRes")),
+            device_id=reader.number("ge.exec.deviceId", 0, _INT32_MAX, default=0),
+            link_total_time_s=reader.number("llm.LinkTotalTime", 0, _INT32_MAX, default=0) or DEFAULT_LINK_TIME_S,
+            device_pool=_pool(reader, "llm.MemPoolConfig"),
+            host_pool=_pool(reader, "llm.HostMemPoolConfig"),
+            max_registered_addrs=reader.number("llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS),
+            paths=_paths(reader),
+        )
+
+
+class _Reader:
+    """Reads typed values out of the dictionary; every refusal has the same shape."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = options
+
+    def error(self, key: str, wanted: str) -> LLMException:
+        return LLMException(
+            f"[init] failed, error code is {LLMStatusCode.LLM_PARAM_INVALID}, option {key} is "
+            f"{self._options.get(key)!r}, it must be {wanted}.",
+            status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            operation="init",
+            phase="check",
+        )
+
+    def get(self, key: str) -> str | None:
+        return self._options.get(key)
+
+    def require(self, key: str) -> str:
+        value = self._options.get(key)
+        if value is None:
+            raise self.error(key, "given")
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...], default: str) -> str:
+        value = self._options.get(key)
+        if value is None:
+            return default
+        if value not in allowed:
+            raise self.error(key, " or ".join(f'"{text}"' for text in allowed))
+        return value
+
+    def number(self, key: str, low: int, high: int, default: int) -> int:
+        value = self._options.get(key)
+        if value is None:
+            return default
+        if not (value.isascii() and value.isdigit() and low <= int(value) <= high):
+            raise self.error(key, f"a whole number from {low} to {high}")
+        return int(value)
+
+    def json_object(self, key: str) -> dict[str, object] | None:
+        value = self._options.get(key)
+        if not value:
+            return None
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise self.error(key, "a JSON object")
+        return parsed
+
+
+def _listen(reader: _Reader) -> tuple[str, int] | None:
+    host = reader.get("llm.ListenIp")
+    if host is None:
+        return None
+    reader.require("llm.ListenPort")
+    return host, reader.number("llm.ListenPort", 0, _MAX_PORT, default=0)
+
+
+def _pool(reader: _Reader, key: str) -> PoolOptions | None:
+    config = reader.json_object(key)
+    if config is None:
+        return None
+    wanted = 'a JSON object like {"memory_size": 67108864, "page_shift": 16} with page_shift from 10 to 30 and at least one page'
+    size, shift = config.get("memory_size"), config.get("page_shift", 16)
+    numbers = type(size) is int and type(shift) is int
+    if not numbers or not 10 <= shift < 31 or not 1 << shift <= size < 1 << 62:  # type: ignore[operator]
+        raise reader.error(key, wanted)
+    return PoolOptions(size, shift)  # type: ignore[arg-type]
+
+
+def _paths(reader: _Reader) -> tuple[str, ...]:
+    text = reader.get("llm.Paths")
+    source = "llm.Paths"
+    if text is None:
+        text, source = environment.paths() or "auto", "LLM_DATADIST_PATHS"
+    names = tuple(name.strip() for name in text.split(","))
+    if names == ("auto",):
+        return DEFAULT_ORDER
+    if not set(names) <= set(DEFAULT_ORDER) or len(set(names)) != len(names):
+        wanted = f'"auto" or a comma list, in order of preference, of {", ".join(DEFAULT_ORDER)}'
+        message = f"[init] failed, error code is {LLMStatusCode.LLM_PARAM_INVALID}, {source} is {text!r}, it must be {wanted}."
+        raise LLMException(message, status_code=LLMStatusCode.LLM_PARAM_INVALID, operation="init", phase="check")
+    return names
+
+
+def _check_rdma(reader: _Reader, *, strict: bool) -> None:
+    """Accepted for compatibility; only the hixl backend of the original restricts the values."""
+    traffic = reader.number("llm.RdmaTrafficClass", 0, _UINT32_MAX, default=132)
+    level = reader.number("llm.RdmaServiceLevel", 0, _UINT32_MAX, default=4)
+    if strict and not (traffic <= 255 and traffic % 4 == 0):  # noqa: PLR2004 - the field has eight bits
+        raise reader.error("llm.RdmaTrafficClass", "a multiple of 4 from 0 to 255 with the transfer backend hixl")
+    if strict and level > 7:  # noqa: PLR2004 - the field has three bits
+        raise reader.error("llm.RdmaServiceLevel", "from 0 to 7 with the transfer backend hixl")

@@ -1,0 +1,143 @@
+"""One control connection: who is at the other end, and what it may ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from llm_datadist.engine.link import LinkState
+from llm_datadist.engine.service import Holds, refuse
+from llm_datadist.net.channel import Channel
+from llm_datadist.status import LLMStatusCode
+from llm_datadist.utils import log
+from llm_datadist.wire import messages
+from llm_datadist.wire.messages import Ok
+
+if TYPE_CHECKING:
+    import socket
+
+    from llm_datadist.engine.core import Core
+    from llm_datadist.engine.link import Link
+
+_PATIENCE_S: Final = 10.0
+
+
+class Host(Protocol):
+    """What a session needs of the engine beyond its core. The first two may block and are run by workers."""
+
+    def welcome(self, session: Session, hello: messages.Hello, request_id: int) -> None:
+        """Answer a ``Hello``."""
+
+    def confirm(self, session: Session, confirm: messages.Confirm, request_id: int) -> None:
+        """Answer a ``Confirm``."""
+
+    def open_data(self, link: Link, count: int) -> messages.Body:
+        """Open data connections for the peer to ask on."""
+
+    def join(self, link: Link, comm: str) -> messages.Body:
+        """The peer wants to enter a rank-table link."""
+
+
+class Session:
+    """Dispatches the messages of one control connection. ``link`` is set once the peer has introduced itself."""
+
+    def __init__(self, channel: Channel, core: Core, host: Host) -> None:
+        self.channel = channel
+        self.link: Link | None = None
+        self.is_self = False
+        """Whether the other end is this very engine (a link to itself)."""
+        self._core = core
+        self._host = host
+        self._holds = Holds()
+        self._introduced = False
+        channel.on_message = self._message
+        channel.on_close = self._closed
+
+    def expect_hello(self) -> None:
+        """Close the connection if its peer does not introduce itself soon."""
+        self._core.loop.call_later(_PATIENCE_S, self._check_introduced)
+
+    def introduce(self, link: Link) -> None:
+        """The peer is known now."""
+        self.link = link
+        self._introduced = True
+        self.channel.trust()
+
+    def _check_introduced(self) -> None:
+        if not self._introduced:
+            self.channel.close("the peer did not introduce itself in time")
+
+    def _message(self, channel: Channel, body: messages.Body, request_id: int) -> None:
+        if isinstance(body, messages.Hello):
+            if self._introduced:
+                channel.close("a second introduction on one connection")
+                return
+            self._introduced = True
+            self._core.control_workers.run(lambda: self._host.welcome(self, body, request_id))
+        elif self.link is None:
+            channel.close(f"{type(body).__name__} before an introduction")
+        elif isinstance(body, messages.Confirm):
+            self._core.control_workers.run(lambda: self._host.confirm(self, body, request_id))
+        else:
+            self._linked_message(self.link, body, request_id)
+
+    def _linked_message(self, link: Link, body: messages.Body, request_id: int) -> None:
+        service, reply = self._core.service, self.channel.reply
+        if isinstance(body, messages.Fetch):
+            reply(service.fetch(), request_id)
+        elif isinstance(body, messages.Lookup):
+            reply(service.lookup(self._holds, body), request_id)
+        elif isinstance(body, messages.Finish):
+            answer = service.finish(self._holds, body)
+            if request_id:
+                reply(answer, request_id)
+        elif isinstance(body, messages.Resolve):
+            reply(service.resolve(body), request_id)
+        else:
+            self._link_message(link, body, request_id)
+
+    def _link_message(self, link: Link, body: messages.Body, request_id: int) -> None:
+        core, reply = self._core, self.channel.reply
+        if isinstance(body, messages.Drain):
+            link.when_idle(lambda: reply(Ok(), request_id))
+        elif isinstance(body, messages.Ping):
+            alive = link.token == body.link_token and link.state is LinkState.LINKED
+            reply(Ok() if alive else refuse(LLMStatusCode.LLM_NOT_YET_LINK, "that link is not up"), request_id)
+        elif isinstance(body, messages.Join):
+            reply(self._host.join(link, body.comm), request_id)
+        elif isinstance(body, messages.OpenData):
+            core.control_workers.run(lambda: reply(self._host.open_data(link, body.count), request_id))
+        elif isinstance(body, messages.Fence):
+            core.data_server.give_up(link.token, body.connections, lambda: reply(Ok(), request_id))
+        elif isinstance(body, messages.Bye):
+            self._bye(link, body, request_id)
+        else:
+            self.channel.close(f"unexpected message {type(body).__name__}")
+
+    def _bye(self, link: Link, body: messages.Bye, request_id: int) -> None:
+        """The peer ends the link: let running transfers finish, then tell it and drop our half."""
+        if self.is_self:  # the other half of a link to ourselves does all the work
+            self.channel.reply(Ok(), request_id)
+            return
+        log.info("cluster %d ends the link: %s", link.cluster_id, body.reason)
+        link.peer_said_bye = True
+        link.advance(LinkState.CLOSING)
+
+        def idle() -> None:
+            self._core.data_server.give_up(link.token, None, done)
+
+        def done() -> None:
+            if request_id:
+                self.channel.reply(Ok(), request_id)
+            self._core.ender.drop(link, "the peer unlinked")
+
+        link.when_idle(idle)
+
+    def _closed(self, _channel: Channel, reason: str) -> None:
+        self._core.service.drop(self._holds)
+        if self.link is not None:
+            self._core.ender.lose(self.link, reason)
+
+
+def control_session(sock: socket.socket, core: Core, host: Host) -> Session:
+    """A session on a connected socket; ``session.channel.start()`` begins it."""
+    return Session(Channel(sock, core.loop), core, host)

@@ -1,0 +1,273 @@
+"""One pull or push, from request to result.
+
+Both are the same in the end: find the two caches, let ``layout`` turn them and the selection into spans, and let the link's path
+move the spans. In remote-accessible mode the remote cache comes from the peer's catalogue, known already or fetched; what turns out
+to be out of date is fetched once more. In message mode the peer looks it up and holds it until the transfer has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import numpy as np
+
+from llm_datadist.engine.errors import failure, invalid, transfer_failure
+from llm_datadist.engine.peer_catalogue import peer_cache
+from llm_datadist.engine.planning import (
+    BlockIds,
+    check_destination,
+    plan_pull,
+    plan_push,
+    plan_to_addresses,
+    source_tensors,
+)
+from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey
+from llm_datadist.layout.spans import LayoutError, spread
+from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
+from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.paths.base import PathDeniedError, PathError, PathTimeoutError
+from llm_datadist.status import LLMStatusCode, code_2_status
+from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist.engine.catalogue import CacheEntry
+    from llm_datadist.engine.core import Core
+    from llm_datadist.engine.link import PeerLink
+    from llm_datadist.engine.network import Links
+    from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
+    from llm_datadist.engine.requests import Key, PullRequest, PushRequest
+    from llm_datadist.layout.spans import Spans
+    from llm_datadist.status import LLMException
+
+    Plan = Callable[[PeerCache, int], Spans]
+
+T = TypeVar("T")
+_MAX_ATTEMPTS: Final = 64
+
+
+class Request(Protocol):
+    """What pull and push requests have in common."""
+
+    @property
+    def operation(self) -> str:
+        """Name of the public call."""
+
+    @property
+    def cluster_id(self) -> int:
+        """The peer."""
+
+
+class Transfers:
+    """Runs transfers of one engine. Thread-safe; many may run at once."""
+
+    def __init__(self, core: Core, links: Links) -> None:
+        self._core = core
+        self._links = links
+
+    def pull(self, request: PullRequest) -> None:
+        """Copy from a peer's cache into a local one; the bytes are in place when it returns.
+
+        Raises:
+            LLMException: see the public calls.
+            TypeError: a negative block index.
+        """
+        deadline = Deadline.after(self._core.options.sync_timeout_ms / 1000)
+        ids = BlockIds.of(request.dst_blocks, request.src_blocks)
+        if request.cluster_id == self._core.identity.cluster_id:
+            raise invalid(request.operation, f"cluster {request.cluster_id} is this cluster itself")
+        with self._local(request) as local:
+            check_destination(local, request)
+            link = self._links.require(request.cluster_id, request.operation)
+
+            def spans(remote: PeerCache, batch_index: int) -> Spans:
+                return plan_pull(local, remote, batch_index, request, ids)
+
+            if self._core.options.remote_accessible:
+                _check_accessible(local, request)
+                self._with_catalogue(request, request.key, link, spans, deadline, pull=True)
+            else:
+                self._with_lookup(request, link, spans, deadline)
+
+    def push(self, request: PushRequest) -> None:
+        """Copy from a local cache to a peer; the bytes are in place *there* when it returns.
+
+        Raises:
+            LLMException: see the public calls.
+            TypeError: a negative block index.
+        """
+        deadline = Deadline.after(self._core.options.sync_timeout_ms / 1000)
+        ids = BlockIds.of(request.src_blocks, request.dst_blocks)
+        with self._local(request) as local:
+            link = self._links.require(request.cluster_id, request.operation)
+            if request.key is None:
+                self._to_addresses(request, link, local, ids, deadline)
+                return
+            _check_accessible(local, request)
+
+            def spans(remote: PeerCache, batch_index: int) -> Spans:
+                return plan_push(local, remote, batch_index, request, ids)
+
+            self._with_catalogue(request, request.key, link, spans, deadline, pull=False)
+
+    @contextlib.contextmanager
+    def _local(self, request: PullRequest | PushRequest) -> Iterator[CacheEntry]:
+        entry = self._core.catalogue.pin(request.cache_id)
+        if entry is None:
+            raise missing(request, f"there is no local cache {request.cache_id}")
+        try:
+            yield entry
+        finally:
+            self._core.catalogue.unpin(entry)
+
+    def _with_catalogue(
+        self, request: Request, key: Key, link: PeerLink, spans: Plan, deadline: Deadline, *, pull: bool
+    ) -> None:
+        """Plan with the peer's catalogue; where that fails for what may be old knowledge, fetch it anew and look again, once.
+
+        A catalogue that turns out to be old while the bytes are about to move is fetched as often as that happens.
+        """
+        catalogue = self._asking(request, deadline, lambda: link.catalogue(deadline))
+        refreshed = False
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                planned = _plan(request, catalogue, key, spans, pull=pull)
+                self._move(request, link, planned, deadline, catalogue.epoch, pull=pull)
+            except (StaleEpochError, UnknownRegionError):
+                pass
+            except (KeyError, LayoutError) as error:
+                if refreshed:
+                    if isinstance(error, LayoutError):
+                        raise invalid(request.operation, str(error), peer=request.cluster_id) from error
+                    raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
+            else:
+                return
+            old, refreshed = catalogue, True
+            catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))
+        raise missing(request, f"the cache for {key} of cluster {request.cluster_id} does not stay registered")
+
+    def _with_lookup(self, request: PullRequest, link: PeerLink, spans: Plan, deadline: Deadline) -> None:
+        """Let the peer look the source up; it holds the cache until ``Finish``."""
+        ask = messages.Lookup(key=_key_ref(request.key), timeout_ms=max(1, int(deadline.remaining() * 1000)))
+        found = self._asking(request, deadline, lambda: link.request(ask, deadline))
+        if not isinstance(found, messages.Found):
+            raise _refused(found, request)
+        moved = False
+        try:
+            remote = peer_cache(found.cache)
+            if remote.has_blocks != (request.src_blocks is not None):
+                kind = "a" if remote.has_blocks else "not a"
+                raise invalid(request.operation, f"cache {remote.cache_id} of cluster {request.cluster_id} is {kind} blocks cache")
+            self._move(request, link, spans(remote, found.batch_index), deadline, 0, pull=True)
+            moved = True
+        except (LayoutError, ValueError) as error:
+            raise invalid(request.operation, str(error), peer=request.cluster_id) from error
+        except (RegionError, KeyError) as error:
+            raise missing(request, f"cluster {request.cluster_id} released the source meanwhile: {error}") from error
+        finally:
+            if not moved:
+                link.notify(messages.Finish(hold=found.hold, success=False))
+        layers, per_layer = request.src_layers, request.tensors_per_layer
+        tensors = range(remote.num_tensors) if layers is None else range(layers.start * per_layer, layers.stop * per_layer)
+        finish = messages.Finish(hold=found.hold, success=True, start=tensors.start, stop=tensors.stop)
+        ended = self._asking(request, deadline, lambda: link.request(finish, deadline))
+        if not isinstance(ended, messages.Ok):
+            raise _refused(ended, request)
+
+    def _to_addresses(
+        self, request: PushRequest, link: PeerLink, local: CacheEntry, ids: BlockIds, deadline: Deadline
+    ) -> None:
+        """Push to raw addresses of the peer, which says in which of its regions they are."""
+        try:
+            runs = plan_to_addresses(local, request, ids)
+        except LayoutError as error:
+            raise invalid(request.operation, str(error), peer=request.cluster_id) from error
+        ask = messages.Resolve(addresses=list(request.dst_addrs or ()), size=int((runs.remote + runs.lengths).max()))
+        where = self._asking(request, deadline, lambda: link.request(ask, deadline))
+        if not isinstance(where, messages.Resolved) or len(where.regions) != len(ask.addresses):
+            raise _refused(where, request)
+        tensors = source_tensors(local, request)
+        spans = spread(runs, local.addrs[tensors.start : tensors.stop], np.array(where.regions, dtype=np.uint64))
+        spans.offsets[:] += np.repeat(np.array(where.offsets, dtype=np.int64), len(runs.lengths))
+        try:
+            self._move(request, link, spans, deadline, 0, pull=False)
+        except RegionError as error:
+            raise invalid(request.operation, f"the destination was unregistered: {error}", peer=request.cluster_id) from error
+
+    def _move(
+        self, request: Request, link: PeerLink, spans: Spans, deadline: Deadline, epoch: int, *, pull: bool
+    ) -> None:
+        """Move spans over the link's path; down the ladder if the system no longer permits it.
+
+        Raises:
+            RegionError: as the path raises it.
+            LLMException: any other failure.
+        """
+        name: str | None = None
+        try:
+            with link.transfer():
+                while True:
+                    path = link.path(deadline)
+                    name = path.name
+                    try:
+                        (path.read if pull else path.write)(spans, deadline, epoch)
+                    except PathDeniedError as error:
+                        link.demote(path, str(error))
+                    else:
+                        return
+        except (PathError, ChannelClosedError) as error:
+            raise transfer_failure(error, request.operation, request.cluster_id, name, deadline) from error
+        except RegionError as error:
+            if isinstance(error, (StaleEpochError, UnknownRegionError)) and not deadline.expired():
+                raise
+            late = PathTimeoutError(str(error)) if deadline.expired() else error
+            raise transfer_failure(late, request.operation, request.cluster_id, name, deadline) from error
+
+    def _asking(self, request: Request, deadline: Deadline, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except (ChannelClosedError, ReplyTimeoutError) as error:
+            raise transfer_failure(error, request.operation, request.cluster_id, None, deadline) from error
+
+
+def _plan(request: Request, catalogue: PeerCatalogue, key: Key, spans: Plan, *, pull: bool) -> Spans:
+    remote, batch_index = catalogue.find(key, pull=pull)
+    if not remote.accessible:
+        context = f"cache {remote.cache_id} of cluster {request.cluster_id} is not remote accessible"
+        raise invalid(request.operation, context, peer=request.cluster_id, hint="register it with remote_accessible=True")
+    return spans(remote, batch_index)
+
+
+def _check_accessible(local: CacheEntry, request: Request) -> None:
+    if not local.accessible:
+        context = f"local cache {local.cache_id} is not remote accessible"
+        raise invalid(request.operation, context, hint="register it with remote_accessible=True")
+
+
+def missing(request: Request, context: str) -> LLMException:
+    """The exception for a cache or key that does not exist."""
+    code = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    return failure(code, request.operation, context, peer=request.cluster_id, phase="lookup")
+
+
+def _refused(reply: messages.Body, request: Request) -> LLMException:
+    """The exception for a look-up that the peer refused."""
+    if not isinstance(reply, messages.Refuse):
+        context = f"cluster {request.cluster_id} answered with {type(reply).__name__}"
+        return failure(LLMStatusCode.LLM_FAILED, request.operation, context, peer=request.cluster_id, phase="lookup")
+    context = f"cluster {request.cluster_id}: {reply.reason}"
+    return failure(code_2_status(reply.code), request.operation, context, peer=request.cluster_id, phase="lookup")
+
+
+def _key_ref(key: Key) -> messages.KeyRef:
+    if isinstance(key, IdKey):
+        return messages.KeyRef(cache_id=key.cache_id, batch_index=key.batch_index)
+    if isinstance(key, BlocksKey):
+        return messages.KeyRef(model_id=key.model_id, blocks=True)
+    if isinstance(key, PrefixKey):
+        return messages.KeyRef(model_id=key.model_id, prefix_id=key.prefix_id)
+    return messages.KeyRef(model_id=key.model_id, req_id=key.req_id)

@@ -1,0 +1,273 @@
+"""Registered memory: a table of regions that every path checks against before it touches a byte.
+
+The table of an engine lives in a sealed memfd. A process on the same host that may read this process's memory maps it and so
+always sees the present state without asking anybody: which regions are live, where they are, and the table's epoch. Nothing
+else in this process learns raw addresses: across the network a span is (region, offset, length).
+
+Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a region
+(id, base address, size, flags), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist.utils.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    U64 = NDArray[np.uint64]
+    I64 = NDArray[np.int64]
+
+MAGIC: Final = 0x5644_4B4C_4C4D_0001
+CAPACITY: Final = 1 << 16
+ROW_BYTES: Final = 32
+ALIVE: Final = 1
+NONCE_BYTES: Final = 64
+
+_SLOT_MASK: Final = CAPACITY - 1
+_EPOCH, _STATE = 1, 2
+_ID, _BASE, _SIZE = 0, 1, 2
+_WAIT_SLICE: Final = 0.25
+
+
+class RegionError(Exception):
+    """A span names memory that is not registered; nothing was moved."""
+
+
+class UnknownRegionError(RegionError):
+    """A region id that is not live: it was never registered, or has been unregistered."""
+
+
+class StaleEpochError(RegionError):
+    """The table changed since the span was planned; look the cache up again."""
+
+
+class RegionTable:
+    """The regions of one engine; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, CAPACITY * ROW_BYTES)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        self._map = mmap.mmap(self._fd, CAPACITY * ROW_BYTES)
+        self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(CAPACITY, 4)
+        self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
+        self._serial = 0
+        self._free: list[int] = []
+        self._used = 0
+        self._leases: dict[int, int] = {}
+        self._probe = ctypes.create_string_buffer(secrets.token_bytes(NONCE_BYTES), NONCE_BYTES)
+        self.probe_region = self.add(ctypes.addressof(self._probe), NONCE_BYTES)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, for peers on this host."""
+        return self._fd
+
+    @property
+    def nonce(self) -> bytes:
+        """The content of the probe region: a peer that reads it back has proved that its path works."""
+        return self._probe.raw
+
+    @property
+    def epoch(self) -> int:
+        """Counts the changes after which an earlier look-up may be wrong (adding a region is not one)."""
+        return int(self.rows[0, _EPOCH])
+
+    def invalidate(self) -> int:
+        """Make every earlier look-up stale; the new epoch."""
+        with self._lock:
+            self.rows[0, _EPOCH] += np.uint64(1)
+            return int(self.rows[0, _EPOCH])
+
+    def add(self, base: int, size: int) -> int:
+        """Register ``size`` bytes at ``base``; the region's id. Memory is not touched."""
+        with self._lock:
+            if self._free:
+                slot = self._free.pop()
+            elif self._used + 1 < CAPACITY:
+                self._used += 1
+                slot = self._used
+            else:
+                message = f"all {CAPACITY - 1} region slots of this engine are in use; unregister caches first"
+                raise RegionError(message)
+            self._serial += 1
+            region = self._serial << 16 | slot
+            self.rows[slot, 1:] = (base, size, 0)
+            self.rows[slot, _ID] = region
+            return region
+
+    def remove(self, regions: Iterable[int]) -> None:
+        """Take regions out: from now on no span may name them. Running uses are not waited for (``wait_unused``)."""
+        with self._lock:
+            for region in regions:
+                slot = region & _SLOT_MASK
+                if int(self.rows[slot, _ID]) == region:
+                    self.rows[slot, _ID] = 0
+                    self._free.append(slot)
+            self.rows[0, _EPOCH] += np.uint64(1)
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """The live region that holds these bytes, as (region, offset); None if no single one does."""
+        if address + size >= 1 << 64:
+            return None
+        with self._lock:
+            rows = self.rows[1 : self._used + 1]
+            base, limit = rows[:, _BASE], rows[:, _BASE] + rows[:, _SIZE]
+            end = np.uint64(address + size)
+            hits = np.flatnonzero((rows[:, _ID] != 0) & (base <= np.uint64(address)) & (limit >= end))
+            if not len(hits):
+                return None
+            row = rows[int(hits[0])]
+            return int(row[_ID]), address - int(row[_BASE])
+
+    @contextlib.contextmanager
+    def lease(self, regions: U64) -> Iterator[None]:
+        """Hold regions while their memory is in use; ``wait_unused`` waits for it.
+
+        Raises:
+            UnknownRegionError: one of them is not live.
+        """
+        ids = set(distinct(regions).tolist())
+        with self._lock:
+            for region in ids:
+                if int(self.rows[region & _SLOT_MASK, _ID]) != region or region == 0:
+                    message = f"region {region:#x} is not registered (any more)"
+                    raise UnknownRegionError(message)
+            for region in ids:
+                self._leases[region] = self._leases.get(region, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                for region in ids:
+                    self._leases[region] -= 1
+                    if not self._leases[region]:
+                        del self._leases[region]
+                self._lock.notify_all()
+
+    def wait_unused(self, regions: Iterable[int], deadline: Deadline) -> bool:
+        """Wait until no lease on these regions is left; whether that happened in time."""
+        wanted = set(regions)
+        with self._lock:
+            return self._lock.wait_for(lambda: wanted.isdisjoint(self._leases), deadline.remaining())
+
+    def close(self) -> None:
+        """Mark the table dead for peers that map it and give its memory back; idempotent."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            self.rows[0, _STATE] = 0
+            self.rows[1:, _ID] = 0
+            self.rows = np.zeros((CAPACITY, 4), dtype=np.uint64)
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(BufferError):  # an in-process peer may still look at the rows
+            self._map.close()
+
+
+class RegionView:
+    """Read-only sight of another engine's table: through its memfd, or directly in the same process."""
+
+    def __init__(self, rows: U64, closer: mmap.mmap | None = None) -> None:
+        self._rows = rows
+        self._map = closer
+
+    @classmethod
+    def of_file(cls, path: str) -> RegionView:
+        """Map the table behind ``path`` (a memfd seen through /proc).
+
+        Raises:
+            OSError: it cannot be opened or mapped.
+            RegionError: it is not a region table.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != CAPACITY * ROW_BYTES:
+                message = f"{path} is not a region table"
+                raise RegionError(message)
+            mapped = mmap.mmap(fd, CAPACITY * ROW_BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        rows: U64 = np.frombuffer(mapped, dtype=np.uint64).reshape(CAPACITY, 4)
+        if int(rows[0, 0]) != MAGIC:
+            message = f"{path} is not a region table"
+            raise RegionError(message)
+        return cls(rows, mapped)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still serves its memory."""
+        return int(self._rows[0, _STATE]) == ALIVE
+
+    @property
+    def epoch(self) -> int:
+        """The owner's present epoch."""
+        return int(self._rows[0, _EPOCH])
+
+    def addresses(self, regions: U64, offsets: I64, lengths: I64) -> U64:
+        """Absolute addresses of spans, each checked against its registered region.
+
+        Raises:
+            UnknownRegionError: a region is not live.
+            RegionError: a span reaches outside its region.
+        """
+        rows = self._rows[(regions & np.uint64(_SLOT_MASK)).astype(np.int64)]
+        return check_spans(rows, regions, offsets, lengths)
+
+    def still_live(self, regions: U64) -> bool:
+        """Whether all of these regions are registered right now."""
+        return bool((self._rows[(regions & np.uint64(_SLOT_MASK)).astype(np.int64), _ID] == regions).all())
+
+    def close(self) -> None:
+        """Unmap it; idempotent."""
+        self._rows = np.zeros((CAPACITY, 4), dtype=np.uint64)
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a transfer that is just ending may still hold the rows
+                self._map.close()
+            self._map = None
+
+
+def distinct(regions: U64) -> U64:
+    """Every region that occurs, once for each run of equal neighbours: few, where spans are ordered tensor by tensor."""
+    heads = np.empty(len(regions), dtype=bool)
+    heads[:1] = True
+    np.not_equal(regions[1:], regions[:-1], out=heads[1:])
+    return regions[heads]
+
+
+def check_spans(rows: U64, regions: U64, offsets: I64, lengths: I64) -> U64:
+    """Absolute addresses of spans whose table rows are ``rows``; refuses any that is not inside its region.
+
+    Raises:
+        UnknownRegionError: a region is not live.
+        RegionError: a span reaches outside its region.
+    """
+    dead = (rows[:, _ID] != regions) | (regions == 0)
+    if dead.any():
+        message = f"region {int(regions[int(np.argmax(dead))]):#x} is not registered (any more)"
+        raise UnknownRegionError(message)
+    sizes = rows[:, _SIZE].astype(np.int64)
+    outside = (offsets < 0) | (lengths < 0) | (offsets > sizes) | (lengths > sizes - offsets)
+    if outside.any():
+        at = int(np.argmax(outside))
+        message = (
+            f"span {at} (offset {int(offsets[at])}, length {int(lengths[at])}) reaches outside its region of {int(sizes[at])} bytes"
+        )
+        raise RegionError(message)
+    return rows[:, _BASE] + offsets.astype(np.uint64)

@@ -1,0 +1,86 @@
+"""The few system calls that the standard library does not offer, through ctypes.
+
+All of them release the interpreter lock while they run and raise ``OSError`` on failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Final
+
+MAX_IOVECS: Final = 1024
+"""Entries that one vectored call takes (UIO_MAXIOV); more is EINVAL."""
+MAX_CALL_BYTES: Final = 0x7FFFF000
+"""Bytes that one call moves at most (MAX_RW_COUNT); the rest is left for the next call."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _MsgHdr(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("namelen", ctypes.c_uint32),
+        ("iov", ctypes.c_void_p),
+        ("iovlen", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("controllen", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_process_vm_readv = _libc.process_vm_readv
+_process_vm_writev = _libc.process_vm_writev
+for _call in (_process_vm_readv, _process_vm_writev):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
+_sendmsg = _libc.sendmsg
+_recvmsg = _libc.recvmsg
+for _call in (_sendmsg, _recvmsg):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+
+
+def _checked(result: int, name: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
+
+
+def process_vm_readv(pid: int, local: int, remote: int, count: int) -> int:
+    """Read from ``pid`` what the ``count`` iovecs at address ``remote`` name into those at ``local``; bytes moved."""
+    return _checked(_process_vm_readv(pid, local, count, remote, count, 0), "process_vm_readv")
+
+
+def process_vm_writev(pid: int, local: int, remote: int, count: int) -> int:
+    """Write what the ``count`` iovecs at address ``local`` name to those at ``remote`` in ``pid``; bytes moved."""
+    return _checked(_process_vm_writev(pid, local, count, remote, count, 0), "process_vm_writev")
+
+
+def send_iovecs(fd: int, iovecs: int, count: int, flags: int) -> int:
+    """``sendmsg`` of the ``count`` iovecs at address ``iovecs``; bytes taken by the kernel."""
+    header = _MsgHdr(iov=iovecs, iovlen=count)
+    return _checked(_sendmsg(fd, ctypes.addressof(header), flags), "sendmsg")
+
+
+def receive_iovecs(fd: int, iovecs: int, count: int, flags: int) -> int:
+    """``recvmsg`` into the ``count`` iovecs at address ``iovecs``; bytes received, 0 at the end of the stream."""
+    header = _MsgHdr(iov=iovecs, iovlen=count)
+    return _checked(_recvmsg(fd, ctypes.addressof(header), flags), "recvmsg")
+
+
+def read_memory(pid: int, address: int, size: int) -> bytes:
+    """``size`` bytes at ``address`` of process ``pid``; fewer where its mapping ends."""
+    buffer = ctypes.create_string_buffer(size)
+    local = (ctypes.c_uint64 * 2)(ctypes.addressof(buffer), size)
+    remote = (ctypes.c_uint64 * 2)(address, size)
+    count = process_vm_readv(pid, ctypes.addressof(local), ctypes.addressof(remote), 1)
+    return buffer.raw[:count]

@@ -1,0 +1,231 @@
+"""A control connection: messages both ways, requests with replies, never blocking its peer or its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.net.loop import READ, WRITE
+from llm_datadist.utils import log
+from llm_datadist.wire import framing, messages
+from llm_datadist.wire.framing import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.net.loop import Loop
+    from llm_datadist.utils.deadline import Deadline
+    from llm_datadist.wire.messages import Body
+
+_READ_SIZE: Final = 256 << 10
+_MAX_OUTBOX: Final = 4 * framing.MAX_CONTROL_FRAME
+_KEEPALIVE_S: Final = 10
+_USER_TIMEOUT_MS: Final = 60_000
+
+
+class ChannelClosedError(Exception):
+    """The connection is gone; the text says why."""
+
+
+class ReplyTimeoutError(Exception):
+    """No reply came in time. The connection may still be fine."""
+
+
+class _Waiter:
+    __slots__ = ("body", "event")
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.body: Body | None = None
+
+
+class Channel:
+    """One control connection, watched by a loop.
+
+    ``on_message(channel, body, request_id)`` is called on the loop's thread for everything that is not a reply; ``request_id`` is 0
+    for messages that expect none. ``on_close(channel, reason)`` is called once, on the loop's thread.
+    """
+
+    def __init__(self, sock: socket.socket, loop: Loop) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._decoder = framing.FrameDecoder()
+        self._outbox = bytearray()
+        self._watching_writes = False
+        self._waiters: dict[int, _Waiter] = {}
+        self._ids = itertools.count(1)
+        self._close_reason: str | None = None
+        self._started = False
+        self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
+        self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
+        _tune(sock)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is gone."""
+        return self._close_reason is not None
+
+    @property
+    def remote_address(self) -> tuple[str, int]:
+        """(ip, port) of the other end."""
+        name = self._sock.getpeername()
+        return str(name[0]), int(name[1])
+
+    def start(self) -> None:
+        """Begin to watch the connection; set the callbacks first."""
+        self._loop.call_soon(self._watch)
+
+    def trust(self) -> None:
+        """The peer has introduced itself: accept long frames."""
+        self._decoder.limit = framing.MAX_CONTROL_FRAME
+
+    def send(self, body: Body, *, reply_to: int = 0) -> None:
+        """Send a message that expects no reply.
+
+        Raises:
+            ChannelClosedError: the connection is gone.
+        """
+        self._send(messages.Envelope(body=body, reply_to=reply_to))
+
+    def request(self, body: Body, deadline: Deadline) -> Body:
+        """Send a request and wait for its reply.
+
+        Raises:
+            ChannelClosedError: the connection is gone.
+            ReplyTimeoutError: no reply by the deadline.
+        """
+        waiter = _Waiter()
+        request_id = next(self._ids)
+        with self._lock:
+            self._waiters[request_id] = waiter
+        try:
+            self._send(messages.Envelope(body=body, id=request_id))
+            answered = waiter.event.wait(deadline.remaining())
+        finally:
+            with self._lock:
+                self._waiters.pop(request_id, None)
+        if waiter.body is not None:
+            return waiter.body
+        if answered or self._close_reason is not None:
+            raise ChannelClosedError(self._close_reason or "closed")
+        message = f"no reply to {type(body).__name__} in time"
+        raise ReplyTimeoutError(message)
+
+    def reply(self, body: Body, request_id: int) -> None:
+        """Answer a request; if the asker is gone, nobody needs the answer."""
+        with contextlib.suppress(ChannelClosedError):
+            self.send(body, reply_to=request_id)
+
+    def close(self, reason: str) -> None:
+        """Close the connection once what was sent is on its way; idempotent, returns at once."""
+        with self._lock:
+            if self._close_reason is not None:
+                return
+            self._close_reason = reason
+            waiters = list(self._waiters.values())
+            with contextlib.suppress(OSError):
+                if self._outbox:
+                    self._sock.send(self._outbox, socket.MSG_DONTWAIT)
+                self._sock.shutdown(socket.SHUT_RDWR)
+        for waiter in waiters:
+            waiter.event.set()
+        self._loop.call_soon(self._closed_on_loop)
+
+    def _send(self, envelope: messages.Envelope) -> None:
+        data = framing.frame(messages.encode(envelope))
+        overflow = False
+        with self._lock:
+            if self._close_reason is not None:
+                raise ChannelClosedError(self._close_reason)
+            if not self._outbox:
+                try:
+                    data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    # The loop sees the broken connection and closes it with the right reason.
+                    data = b""
+            self._outbox += data
+            overflow = len(self._outbox) > _MAX_OUTBOX
+            flush = bool(self._outbox) and not self._watching_writes
+        if overflow:
+            self.close("the peer does not read its control messages")
+        elif flush:
+            self._loop.call_soon(self._watch)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._close_reason is not None:
+                return
+            self._watching_writes = bool(self._outbox)
+            self._loop.watch(self._sock, READ | WRITE if self._watching_writes else READ, self._ready)
+
+    def _ready(self, events: int) -> None:
+        if events & WRITE:
+            self._flush()
+        if events & READ:
+            self._receive()
+
+    def _flush(self) -> None:
+        with self._lock:
+            if self._close_reason is not None:
+                return
+            with contextlib.suppress(BlockingIOError, OSError):
+                del self._outbox[: self._sock.send(self._outbox, socket.MSG_DONTWAIT)]
+        self._watch()
+
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(_READ_SIZE, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(f"connection lost: {error.strerror}")
+            return
+        if not data:
+            self.close("the peer closed the connection")
+            return
+        try:
+            for payload in self._decoder.feed(data):
+                self._dispatch(messages.decode(payload))
+        except ProtocolError as error:
+            log.warn("control connection closed: %s", error)
+            self.close(str(error))
+
+    def _dispatch(self, envelope: messages.Envelope) -> None:
+        if envelope.reply_to:
+            with self._lock:
+                waiter = self._waiters.pop(envelope.reply_to, None)
+            if waiter is not None:
+                waiter.body = envelope.body
+                waiter.event.set()
+        elif not self.closed:
+            self.on_message(self, envelope.body, envelope.id)
+
+    def _closed_on_loop(self) -> None:
+        self._loop.unwatch(self._sock)
+        self._sock.close()
+        self.on_close(self, self._close_reason or "closed")
+
+
+def _tune(sock: socket.socket) -> None:
+    """Small messages at once; a host that vanished is noticed within about a minute."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def set_timeouts(sock: socket.socket, seconds: float) -> None:
+    """Let blocking calls on ``sock`` end after ``seconds``, in the kernel: also those made through ctypes."""
+    whole = max(seconds, 0.001)  # zero would mean "for ever"
+    value = struct.pack("ll", int(whole), int(whole % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

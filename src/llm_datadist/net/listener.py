@@ -1,0 +1,170 @@
+"""Listening and connecting: sockets in, nothing known about links."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.net.address import resolve, text
+from llm_datadist.net.loop import READ
+from llm_datadist.utils import log
+from llm_datadist.wire import framing
+from llm_datadist.wire.data import GREETING_BYTES, Greeting
+from llm_datadist.wire.framing import Kind, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.net.address import Address
+    from llm_datadist.net.loop import Loop
+    from llm_datadist.utils.deadline import Deadline
+
+_BACKLOG: Final = 512
+_MAX_STRANGERS: Final = 512
+_PATIENCE_S: Final = 10.0
+"""How long a connection may take to say what it is for."""
+_PAUSE_S: Final = 0.2
+_CLOSE_S: Final = 2.0
+
+
+class Listener:
+    """Accepts connections on one address and sorts them by their preamble.
+
+    ``on_control(sock)`` and ``on_data(sock, greeting)`` are called on the loop's thread and own the socket from then on. A connection
+    that says nothing for ten seconds is dropped, and of too many such strangers the oldest goes first.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        loop: Loop,
+        on_control: Callable[[socket.socket], object],
+        on_data: Callable[[socket.socket, Greeting], object],
+    ) -> None:
+        """Bind and listen.
+
+        Raises:
+            OSError: the address cannot be bound.
+            ValueError: it is not an IP literal.
+        """
+        family, sockaddr = resolve(address)
+        self._loop = loop
+        self._on_control = on_control
+        self._on_data = on_data
+        self._strangers: dict[socket.socket, bytearray] = {}
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            self._sock.setblocking(False)
+            self._sock.bind(sockaddr)
+            self._sock.listen(_BACKLOG)
+        except BaseException:
+            self._sock.close()
+            raise
+        name = self._sock.getsockname()
+        self.address: Address = (address[0], int(name[1]))
+        loop.call_soon(self._watch)
+
+    def close(self) -> None:
+        """Stop listening at once (the port is free when this returns) and drop strangers; idempotent."""
+        done = threading.Event()
+        self._loop.call_soon(self._close_on_loop)
+        self._loop.call_soon(done.set)
+        if not self._loop.in_loop():
+            done.wait(_CLOSE_S)
+
+    def _close_on_loop(self) -> None:
+        self._loop.unwatch(self._sock)
+        self._sock.close()
+        for sock in list(self._strangers):
+            self._drop(sock)
+
+    def _watch(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.watch(self._sock, READ, lambda _events: self._accept())
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors, say: leave the connection in the backlog and try again in a moment.
+                if self._sock.fileno() >= 0:
+                    log.error("cannot accept connections on %s: %s", text(self.address), error.strerror)
+                    self._loop.unwatch(self._sock)
+                    self._loop.call_later(_PAUSE_S, self._watch)
+                return
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self._drop(next(iter(self._strangers)))
+            sock.setblocking(False)
+            self._strangers[sock] = bytearray()
+            self._loop.watch(sock, READ, functools.partial(self._greet, sock))
+            self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
+
+    def _greet(self, sock: socket.socket, _events: int) -> None:
+        data = self._strangers.get(sock)
+        if data is None:
+            return
+        want = framing.PREAMBLE_SIZE
+        if len(data) >= want:
+            want += GREETING_BYTES
+        try:
+            more = sock.recv(want - len(data))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            more = b""
+        data += more
+        try:
+            if not more:
+                self._drop(sock)
+            elif len(data) >= framing.PREAMBLE_SIZE:
+                self._sort(sock, data)
+        except ProtocolError as error:
+            log.warn("connection to %s dropped: %s", text(self.address), error)
+            self._drop(sock)
+
+    def _sort(self, sock: socket.socket, data: bytearray) -> None:
+        if framing.parse_preamble(data[: framing.PREAMBLE_SIZE]) is Kind.CONTROL:
+            self._hand_over(sock)
+            self._on_control(sock)
+        elif len(data) == framing.PREAMBLE_SIZE + GREETING_BYTES:
+            greeting = Greeting.decode(bytes(data[framing.PREAMBLE_SIZE :]))
+            self._hand_over(sock)
+            self._on_data(sock, greeting)
+
+    def _hand_over(self, sock: socket.socket) -> None:
+        del self._strangers[sock]
+        self._loop.unwatch(sock)
+        sock.setblocking(True)
+
+    def _drop(self, sock: socket.socket) -> None:
+        if self._strangers.pop(sock, None) is not None:
+            self._loop.unwatch(sock)
+            sock.close()
+
+
+def connect(address: Address, greeting: bytes, deadline: Deadline) -> socket.socket:
+    """A blocking socket connected to ``address``, on which ``greeting`` has been sent.
+
+    Raises:
+        OSError: refused, unreachable, or (``TimeoutError``) not by the deadline.
+        ValueError: ``address`` is not an IP literal.
+    """
+    family, sockaddr = resolve(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(deadline.remaining(), 0.001))
+        sock.connect(sockaddr)
+        sock.sendall(greeting)
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

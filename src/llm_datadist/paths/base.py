@@ -1,0 +1,149 @@
+"""The interface of all paths. A path moves spans of bytes between this process and one peer; it knows nothing of caches.
+
+To add one: subclass ``Transport``, whose ``connect`` returns a ``Path`` or raises ``PathRejectedError`` with a reason for people.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from llm_datadist.layout.spans import Spans
+    from llm_datadist.memory.regions import RegionTable
+    from llm_datadist.net.workers import Workers
+    from llm_datadist.utils.deadline import Deadline
+    from llm_datadist.wire.messages import Identity, Offer
+
+
+class PathError(Exception):
+    """A transfer over a path failed. When it is raised, no byte of the destination changes any more.
+
+    Attributes:
+        quiescent: False if that could not be established, because the peer does not answer.
+    """
+
+    def __init__(self, message: str, *, quiescent: bool = True) -> None:
+        super().__init__(message)
+        self.quiescent = quiescent
+
+
+class PathRejectedError(PathError):
+    """This path does not work for this pair of processes; ``hint`` says what would help, if anything."""
+
+    def __init__(self, reason: str, hint: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.hint = hint
+
+
+class PathDeniedError(PathError):
+    """The system no longer permits this path; another one may work."""
+
+
+class PathTimeoutError(PathError):
+    """The deadline passed."""
+
+
+class PeerGoneError(PathError):
+    """The peer's process has ended, or its engine has been finalized."""
+
+
+class ConnectionLostError(PathError):
+    """The connection that carried the bytes broke; the next transfer opens a new one."""
+
+
+class PathFaultError(PathError):
+    """Registered memory on one of the two sides cannot be accessed."""
+
+
+class DataConnector(Protocol):
+    """Opens numbered data connections to the peer."""
+
+    def __call__(self, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
+        """``count`` new connections.
+
+        Raises:
+            PathError: they could not be opened.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other side, as it introduced itself."""
+
+    identity: Identity
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What this side gives to its paths."""
+
+    identity: Identity
+    regions: RegionTable
+    copiers: Workers
+    """Threads for parallel copies."""
+    copy_threads: int
+    """How many of them one transfer may use, the caller's own thread included."""
+    open_data: DataConnector
+    fence: Callable[[list[int], Deadline], bool]
+    """Ask the peer to stop using these data connections; whether it confirmed."""
+
+
+class Path(abc.ABC):
+    """Moves spans to and from one peer. All methods may be called from any thread, also at the same time.
+
+    ``epoch`` is the epoch of the peer's region table with which the spans were planned; 0 is "do not check".
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def read(self, spans: Spans, deadline: Deadline, epoch: int = 0) -> None:
+        """Copy the peer's bytes into local memory; they are in place when it returns.
+
+        Raises:
+            RegionError: a span is outside registered memory, or (``StaleEpochError``, ``UnknownRegionError``) planned with
+                knowledge that is out of date.
+            PathError: anything else.
+        """
+
+    @abc.abstractmethod
+    def write(self, spans: Spans, deadline: Deadline, epoch: int = 0) -> None:
+        """Copy local bytes into the peer's memory; they are in place *there* when it returns.
+
+        Raises:
+            RegionError: as for ``read``.
+            PathError: as for ``read``.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give up resources; transfers must have ended. Idempotent."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Make running transfers fail soon. Idempotent; ``close`` is still needed."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """One line for ``explain``: how it works here."""
+
+
+class Transport(abc.ABC):
+    """Makes paths of one kind."""
+
+    name: str
+
+    @abc.abstractmethod
+    def connect(self, peer: Peer, context: Context, deadline: Deadline) -> Path:
+        """A path to the peer, not yet probed.
+
+        Raises:
+            PathRejectedError: it cannot work here.
+        """

@@ -1,0 +1,153 @@
+"""Choose the path to a peer: try the permitted ones from the fastest to the most general, each with a live probe."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist.layout.spans import Spans
+from llm_datadist.memory.regions import RegionError
+from llm_datadist.paths.base import Path, PathError, PathRejectedError
+from llm_datadist.paths.inprocess import InProcess
+from llm_datadist.paths.process_vm import ProcessVm
+from llm_datadist.paths.tcp import Tcp
+from llm_datadist.utils import log
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist.paths.base import Context, Peer, Transport
+    from llm_datadist.utils.deadline import Deadline
+
+TRANSPORTS: Final[dict[str, Transport]] = {transport.name: transport for transport in (InProcess(), ProcessVm(), Tcp())}
+"""All known transports, best first."""
+DEFAULT_ORDER: Final = tuple(TRANSPORTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What became of one path to one peer."""
+
+    name: str
+    chosen: bool
+    reason: str
+    """How it works, or why it is not used."""
+    hint: str | None = None
+    """What would make it usable."""
+
+
+class Route:
+    """The path in use to one peer, and why it is this one. Thread-safe."""
+
+    def __init__(self, order: Sequence[str], peer: Peer, context: Context) -> None:
+        self._left = list(order)
+        self._peer = peer
+        self._context = context
+        self._lock = threading.Lock()
+        self._attempts: list[Attempt] = [
+            Attempt(name, chosen=False, reason="not permitted by this side's configuration")
+            for name in DEFAULT_ORDER
+            if name not in order
+        ]
+        self._path: Path | None = None
+        self._ended: list[Path] = []
+
+    def connect(self, deadline: Deadline) -> Path:
+        """The path in use; finds one first if there is none.
+
+        Raises:
+            PathError: no permitted path works.
+        """
+        with self._lock:
+            if self._path is None:
+                self._path = self._climb(deadline)
+            return self._path
+
+    def demote(self, path: Path, reason: str) -> None:
+        """Stop using ``path``: the system does not permit it any more."""
+        with self._lock:
+            if path is self._path:
+                self._path = None
+                self._ended.append(path)
+                self._attempts = [attempt for attempt in self._attempts if not attempt.chosen]
+                self._attempts.append(Attempt(path.name, chosen=False, reason=f"stopped working: {reason}"))
+                log.warn("path %s to cluster %d stopped working: %s", path.name, self._peer.identity.cluster_id, reason)
+
+    @property
+    def path(self) -> Path | None:
+        """The path in use, if one is."""
+        return self._path
+
+    def attempts(self) -> tuple[Attempt, ...]:
+        """What became of every path, the chosen one first."""
+        with self._lock:
+            known = {attempt.name for attempt in self._attempts}
+            unneeded = [Attempt(name, chosen=False, reason="not needed") for name in self._left if name not in known]
+            return (*sorted(self._attempts, key=lambda attempt: not attempt.chosen), *unneeded)
+
+    def abort(self) -> None:
+        """Make running transfers fail soon."""
+        path = self._path
+        if path is not None:
+            path.abort()
+
+    def close(self) -> None:
+        """Give up all paths; transfers must have ended."""
+        with self._lock:
+            paths = [*self._ended, *([self._path] if self._path else [])]
+            self._ended, self._path, self._left = [], None, []
+        for path in paths:
+            path.close()
+
+    def _climb(self, deadline: Deadline) -> Path:
+        while self._left:
+            name = self._left.pop(0)
+            try:
+                path = self._try(name, deadline)
+            except PathRejectedError as rejection:
+                self._attempts.append(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))
+                continue
+            self._attempts.append(Attempt(name, chosen=True, reason=path.describe()))
+            return path
+        reasons = "; ".join(f"{attempt.name}: {attempt.reason}" for attempt in self._attempts)
+        message = f"no path to the peer works ({reasons})"
+        raise PathError(message)
+
+    def _try(self, name: str, deadline: Deadline) -> Path:
+        if name not in self._peer.offer.paths:
+            message = "not permitted by the peer's configuration"
+            raise PathRejectedError(message)
+        path = TRANSPORTS[name].connect(self._peer, self._context, deadline)
+        try:
+            probe(path, self._peer, deadline)
+        except (PathError, RegionError) as error:
+            path.close()
+            hint = error.hint if isinstance(error, PathRejectedError) else None
+            message = f"the probe failed: {error}"
+            raise PathRejectedError(message, hint) from error
+        return path
+
+
+def probe(path: Path, peer: Peer, deadline: Deadline) -> None:
+    """Really read the peer's nonce over this path and write the same bytes back.
+
+    Raises:
+        PathError: it does not work, or leads to somebody else.
+        RegionError: the peer does not know its own probe region.
+    """
+    nonce = peer.offer.nonce
+    buffer = np.zeros(len(nonce), dtype=np.uint8)
+    spans = Spans(
+        local=np.array([buffer.ctypes.data], dtype=np.uint64),
+        regions=np.array([peer.offer.probe_region], dtype=np.uint64),
+        offsets=np.zeros(1, dtype=np.int64),
+        lengths=np.array([len(nonce)], dtype=np.int64),
+    )
+    path.read(spans, deadline)
+    if buffer.tobytes() != nonce:
+        message = "it reads other bytes than the peer holds: this is not the process that introduced itself"
+        raise PathRejectedError(message)
+    path.write(spans, deadline)

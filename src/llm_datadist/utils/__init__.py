@@ -1,0 +1,1 @@
+"""Small things every floor may use: argument checks, the log, the environment, deadlines."""

@@ -1,0 +1,18 @@
+"""The environment variables of the library; no other module reads any."""
+
+from __future__ import annotations
+
+import os
+
+
+def log_level() -> str | None:
+    """``ASCEND_GLOBAL_LOG_LEVEL``: "0" DEBUG, "1" INFO, "2" WARNING, "3" ERROR; None when unset."""
+    return os.environ.get("ASCEND_GLOBAL_LOG_LEVEL")
+
+
+def paths() -> str | None:
+    """``LLM_DATADIST_PATHS``: "auto" or a comma list of transfer paths in order of preference; None when unset.
+
+    The option ``llm.Paths`` (``LLMConfig.paths``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_PATHS")

@@ -1,0 +1,271 @@
+"""The control messages: typed msgpack maps, so that fields can be added without breaking older peers. Sans-I/O.
+
+Every message travels in an ``Envelope``. A request carries an id that its reply repeats in ``reply_to``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Optional, Union
+
+import msgspec
+from msgspec import Meta, Struct
+
+from llm_datadist.wire.framing import ProtocolError
+
+U64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+I64 = Annotated[int, Meta(le=2**63 - 1)]  # msgpack itself begins at -2**63
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Text = Annotated[str, Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=128)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+VERSION_MIN: Final = 1
+VERSION_MAX: Final = 1
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """Who a process is: a cluster id, one life of it, and where it lives."""
+
+    cluster_id: U64
+    incarnation: Token
+    boot_id: Name
+    """Equal on both sides: the same running kernel."""
+    pid_namespace: Size
+    pid: Size
+    start_time: Size
+    """Of the process, in clock ticks since boot: a pid that is used again differs here."""
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """What a peer needs in order to try the paths into this process."""
+
+    probe_region: U64
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=256)]
+    """Content of the probe region: who reads it back has proved that its path works."""
+    table_fd: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    """The memfd of the region table, useful to processes on this host only."""
+    paths: Annotated[list[Name], Meta(max_length=32)]
+    """The paths that this side permits, best first."""
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
+    """The connecting side introduces itself."""
+
+    versions: tuple[U32, U32]
+    identity: Identity
+    remote_accessible: bool
+    timeout_ms: U32
+    """How long this side will wait for the link."""
+    offer: Offer
+    comm: Optional[Name] = None
+    """Name of the rank-table link that this connection is for."""
+
+
+class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The listening side agrees and introduces itself."""
+
+    version: U32
+    identity: Identity
+    offer: Offer
+    link_token: Token
+    """Secret of this link; data connections show it."""
+
+
+class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
+    """No: a status and a reason for people. Answers a request, or ends a handshake."""
+
+    code: U32
+    reason: Text
+
+
+class Confirm(Struct, frozen=True, kw_only=True, tag="confirm"):
+    """The connecting side has a working path."""
+
+    path: Name
+
+
+class Ok(Struct, frozen=True, kw_only=True, tag="ok"):
+    """Done."""
+
+
+class CacheInfo(Struct, frozen=True, kw_only=True):
+    """One cache as a peer may see it."""
+
+    cache_id: I64
+    kind: Name
+    tensor_size: Positive
+    entries: Positive
+    """Length of dimension 0: batch entries or blocks."""
+    dtype: Name
+    accessible: bool
+    regions: Annotated[list[U64], Meta(max_length=1 << 16)]
+    """Region of each tensor."""
+
+
+class KeyInfo(Struct, frozen=True, kw_only=True):
+    """A request key (model, request) of batch entry ``batch_index``, or with ``req_id`` None the blocks key of the model."""
+
+    cache_id: I64
+    model_id: U64
+    req_id: Optional[U64] = None
+    batch_index: U32 = 0
+
+
+class Fetch(Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Ask for the catalogue."""
+
+
+class Catalogue(Struct, frozen=True, kw_only=True, tag="catalogue"):
+    """All caches and keys, as of ``epoch``."""
+
+    epoch: U64
+    caches: Annotated[list[CacheInfo], Meta(max_length=1 << 16)]
+    keys: Annotated[list[KeyInfo], Meta(max_length=1 << 20)]
+
+
+class KeyRef(Struct, frozen=True, kw_only=True):
+    """The source of a pull in message mode; exactly one of the three ways to name it."""
+
+    model_id: U64 = 0
+    req_id: Optional[U64] = None
+    prefix_id: Optional[U64] = None
+    cache_id: Optional[I64] = None
+    batch_index: U32 = 0
+    blocks: bool = False
+
+
+class Lookup(Struct, frozen=True, kw_only=True, tag="lookup"):
+    """Find a cache and hold it for a transfer (message mode)."""
+
+    key: KeyRef
+    timeout_ms: U32
+
+
+class Found(Struct, frozen=True, kw_only=True, tag="found"):
+    """The cache that a ``Lookup`` named; ``hold`` must be given back by ``Finish``."""
+
+    hold: U64
+    cache: CacheInfo
+    batch_index: U32
+
+
+class Finish(Struct, frozen=True, kw_only=True, tag="finish"):
+    """End of a transfer that began with ``Lookup``; with success, the tensors ``[start, stop)`` of the source were copied."""
+
+    hold: U64
+    success: bool
+    start: Size = 0
+    stop: Size = 0
+
+
+class Resolve(Struct, frozen=True, kw_only=True, tag="resolve"):
+    """Which regions hold these addresses of the receiver (message mode, raw destination addresses)."""
+
+    addresses: Annotated[list[U64], Meta(max_length=1 << 16)]
+    size: Positive
+    """Bytes that must lie in one region, from each address on."""
+
+
+class Resolved(Struct, frozen=True, kw_only=True, tag="resolved"):
+    """Regions and offsets of the addresses of a ``Resolve``."""
+
+    regions: Annotated[list[U64], Meta(max_length=1 << 16)]
+    offsets: Annotated[list[Size], Meta(max_length=1 << 16)]
+
+
+class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
+    """Answer when every transfer that runs now has ended; memory is about to go away."""
+
+
+class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
+    """Is the link with this token alive at your end? ``Ok`` or ``Refuse``."""
+
+    link_token: Token
+
+
+class Join(Struct, frozen=True, kw_only=True, tag="join"):
+    """Enter a rank-table link over a connection that exists already."""
+
+    comm: Name
+
+
+class OpenData(Struct, frozen=True, kw_only=True, tag="open_data"):
+    """Ask the connecting side of a link for data connections on which the listening side may start transfers."""
+
+    count: Annotated[int, Meta(ge=1, le=64)]
+
+
+class Fence(Struct, frozen=True, kw_only=True, tag="fence"):
+    """Answer when no request on these data connections can touch your memory any more; they are being given up."""
+
+    connections: Annotated[list[U64], Meta(max_length=64)]
+
+
+class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
+    """The link ends in good order. Answer when no transfer of yours over it runs any more."""
+
+    reason: Text = ""
+
+
+Body = Union[
+    Hello,
+    Welcome,
+    Refuse,
+    Confirm,
+    Ok,
+    Fetch,
+    Catalogue,
+    Lookup,
+    Found,
+    Finish,
+    Resolve,
+    Resolved,
+    Drain,
+    Ping,
+    Join,
+    OpenData,
+    Fence,
+    Bye,
+]
+
+
+class Envelope(Struct, frozen=True, kw_only=True):
+    """One message on a control connection."""
+
+    body: Body
+    id: U64 = 0
+    """Set on requests: the reply repeats it."""
+    reply_to: U64 = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The payload of the frame that carries this message."""
+    return _encoder.encode(envelope)
+
+
+def decode(payload: bytes) -> Envelope:
+    """The message in a payload.
+
+    Raises:
+        ProtocolError: it is not a valid message.
+    """
+    try:
+        return _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        message = f"malformed control message: {error}"
+        raise ProtocolError(message) from error
+    except RecursionError as error:
+        message = "malformed control message: nested too deep"
+        raise ProtocolError(message) from error
+
+
+def agree_on_version(theirs: tuple[int, int]) -> int | None:
+    """The newest protocol version that both sides speak; None if there is none."""
+    newest = min(VERSION_MAX, theirs[1])
+    return newest if newest >= max(VERSION_MIN, theirs[0]) else None

@@ -5,32 +5,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from datadist_kit import MANAGED, FakeOptions
+from fake_engine import FakeEngine
+from loopback_kit import SUCCESS, cluster, loopback_config
+from peers import Peers
 
+import llm_datadist.engine
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.datadist import _shutdown_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-POOL = '{"memory_size": 16777216}'
+    from llm_datadist.cache_manager import CacheManager
 
 
-def loopback_config(*, accessible: bool) -> LLMConfig:
-    """Options of an object with both pools."""
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.enable_remote_cache_accessible = accessible
-    config.sync_kv_timeout = 3000
-    config.mem_pool_cfg = POOL
-    config.host_mem_pool_cfg = POOL
-    return config
+@pytest.fixture
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Objects that a test initialises get the fake engine, and are all finalized afterwards."""
+    names = vars(llm_datadist.engine)
+    monkeypatch.setitem(names, "Engine", FakeEngine)
+    monkeypatch.setitem(names, "EngineOptions", FakeOptions)
+    yield
+    _shutdown_handler()
+    assert LLMDataDist.llm_engine_instance is None
 
 
-def _loopback(*, accessible: bool) -> Iterator[LLMDataDist]:
+@pytest.fixture
+def datadist(fake_engines: None) -> LLMDataDist:  # noqa: ARG001 - order of set-up
+    """Cluster 3 on the fake engine."""
+    made = LLMDataDist(LLMRole.PROMPT, 3)
+    made.init(MANAGED)
+    return made
+
+
+def _loopback(config: LLMConfig) -> Iterator[LLMDataDist]:
     from llm_datadist.testing import loopback  # noqa: PLC0415 - only these fixtures need the engine
 
     with loopback():
         datadist = LLMDataDist(LLMRole.PROMPT, 3)
-        datadist.init(loopback_config(accessible=accessible).generate_options())
+        datadist.init(config.generate_options())
         try:
             yield datadist
         finally:
@@ -39,11 +53,41 @@ def _loopback(*, accessible: bool) -> Iterator[LLMDataDist]:
 
 @pytest.fixture
 def loopback_datadist() -> Iterator[LLMDataDist]:
-    """Cluster 3 with remote cache access; every cluster id is this process."""
-    yield from _loopback(accessible=True)
+    """Cluster 3 with remote cache access and pools, not linked; every cluster id is this process."""
+    yield from _loopback(loopback_config(accessible=True))
 
 
 @pytest.fixture
 def loopback_message_datadist() -> Iterator[LLMDataDist]:
     """As ``loopback_datadist``, without remote cache access."""
-    yield from _loopback(accessible=False)
+    yield from _loopback(loopback_config(accessible=False))
+
+
+@pytest.fixture
+def plain() -> Iterator[LLMDataDist]:
+    """As ``loopback_datadist``, without pools."""
+    config = loopback_config(accessible=True)
+    config.mem_pool_cfg = config.host_mem_pool_cfg = None
+    yield from _loopback(config)
+
+
+@pytest.fixture
+def linked(loopback_datadist: LLMDataDist) -> CacheManager:
+    """Remote access, linked to cluster 2."""
+    assert loopback_datadist.link_clusters([cluster(2)]) == (SUCCESS, [SUCCESS])
+    return loopback_datadist.cache_manager
+
+
+@pytest.fixture
+def messaging(loopback_message_datadist: LLMDataDist) -> CacheManager:
+    """No remote access, linked to cluster 2."""
+    assert loopback_message_datadist.link_clusters([cluster(2)]) == (SUCCESS, [SUCCESS])
+    return loopback_message_datadist.cache_manager
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    """A factory of peers in child processes, for one test."""
+    made = Peers()
+    yield made
+    made.close()

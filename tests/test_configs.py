@@ -269,7 +269,8 @@ def test_trans_str_ip(ip: Any, stored: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "ip", ["", "localhost", "1.2.3.4.5", "256.1.1.1", "1.2.3.4 x", " 1.2.3.4", "[1.2.3.4]", "[]", ":", ":::", "::g", "[::1"]
+    "ip",
+    ["", "localhost", "1.2.3.4.5", "256.1.1.1", "1.2.3.4 x", " 1.2.3.4", "[1.2.3.4]", "[]", ":", ":::", "::g", "[::1"],
 )
 def test_trans_str_ip_refuses(ip: str) -> None:
     expect(RuntimeError, lambda: trans_str_ip(ip), match="is not an IP address")

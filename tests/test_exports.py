@@ -19,7 +19,9 @@ NAMES = (
 ).split()
 
 PATHS = {
-    "llm_datadist.status": "LLMStatusCode LLMException Status code_2_status handle_llm_status raise_if_false raise_if_true",
+    "llm_datadist.status": (
+        "LLMStatusCode LLMException Status code_2_status handle_llm_status raise_if_false raise_if_true"
+    ),
     "llm_datadist.configs": "LLMRole LLMClusterInfo LlmConfig trans_str_ip",
     "llm_datadist.data_type": (
         "DataType python_dtype_2_dwrapper_dtype get_python_dtype_from_wrapper_dtype dtype_to_np_dtype valid_np_dtypes "

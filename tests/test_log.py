@@ -52,7 +52,8 @@ def test_level_comes_from_the_environment(level: str | None, shown: list[str]) -
 
 def test_level_is_read_once_at_first_use() -> None:
     code = (
-        "import os\nfrom llm_datadist.utils import log\nos.environ['ASCEND_GLOBAL_LOG_LEVEL'] = '1'\nlog.info('one')\n"
+        "import os\nfrom llm_datadist.utils import log\n"
+        "os.environ['ASCEND_GLOBAL_LOG_LEVEL'] = '1'\nlog.info('one')\n"
         "os.environ['ASCEND_GLOBAL_LOG_LEVEL'] = '3'\nlog.info('two')\nprint(len(log.get_logger().handlers))"
     )
     out = run(code, "3")
@@ -64,7 +65,8 @@ def test_level_is_read_once_at_first_use() -> None:
 def test_a_program_keeps_its_own_handler_and_level() -> None:
     code = (
         "import logging, sys\nl = logging.getLogger('LLM_DATADIST')\nl.setLevel(logging.INFO)\n"
-        "h = logging.StreamHandler(sys.stdout)\nh.setFormatter(logging.Formatter('mine %(message)s'))\nl.addHandler(h)\n"
+        "h = logging.StreamHandler(sys.stdout)\nh.setFormatter(logging.Formatter('mine %(message)s'))\n"
+        "l.addHandler(h)\n"
         "from llm_datadist.utils import log\nlog.info('hello')"
     )
     assert run(code) == "mine hello\n"

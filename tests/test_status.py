@@ -74,7 +74,9 @@ def test_exception_defaults_to_success_and_takes_the_code_by_keyword_only() -> N
 
 
 def test_exception_survives_pickling() -> None:
-    error = LLMException("text", 5, status_code=PI, peer=7, operation="pull_cache", bytes_done=0, retryable=True, hint="h")
+    error = LLMException(
+        "text", 5, status_code=PI, peer=7, operation="pull_cache", bytes_done=0, retryable=True, hint="h"
+    )
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is LLMException
     assert copy.args == ("text", 5)

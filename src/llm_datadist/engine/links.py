@@ -260,6 +260,8 @@ class LinkEnder:
                 message = f"the peer could not be told: {error}; use force=True"
                 raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message) from error
         self.drop(link, "unlinked")
+        # The peer may have closed the connection before this thread got here; that was no loss.
+        self._table.forget(link.cluster_id)
 
     def end(self, link: Link, deadline: Deadline) -> None:
         """End it in good order if that works by the deadline, else on this side alone."""

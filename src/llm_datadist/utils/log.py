@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from typing import TextIO, TypeAlias
 
     _ExcInfo: TypeAlias = bool | BaseException | tuple[type[BaseException], BaseException, TracebackType | None] | None
+    _StreamHandler: TypeAlias = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # takes no type argument at run time before Python 3.11
 
 LOGGER_NAME = "LLM_DATADIST"
 LOG_FORMAT = (
@@ -34,7 +37,7 @@ _LEVELS: Mapping[str | None, int] = {
 }
 
 
-class _StdoutHandler(logging.StreamHandler["TextIO"]):
+class _StdoutHandler(_StreamHandler):
     """Writes to whatever ``sys.stdout`` is at the moment, so a replaced or captured stdout is followed."""
 
     def __init__(self) -> None:
@@ -43,6 +46,9 @@ class _StdoutHandler(logging.StreamHandler["TextIO"]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
+
+
+_handler = _StdoutHandler()  # not installed yet; one object, so that threads that race for the first use add it once
 
 
 @functools.cache
@@ -55,9 +61,8 @@ def get_logger() -> logging.Logger:
     if logger.level == logging.NOTSET:
         logger.setLevel(_LEVELS.get(environment.log_level(), logging.ERROR))
     if not logger.handlers:
-        handler = _StdoutHandler()
-        handler.setFormatter(logging.Formatter(LOG_FORMAT, _DATE_FORMAT))
-        logger.addHandler(handler)
+        _handler.setFormatter(logging.Formatter(LOG_FORMAT, _DATE_FORMAT))
+        logger.addHandler(_handler)
         logger.propagate = False
     return logger
 

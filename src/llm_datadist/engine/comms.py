@@ -47,7 +47,8 @@ class Comm:
         self.name = name
         self.ranks = dict(ranks)
         self.deadline = deadline
-        self.links: dict[int, Link] = {}
+        self.members: set[int] = set()
+        """The others that are linked."""
         self.status = MemStatus.PREPARING
         self.reason = ""
         self.ended = threading.Event()
@@ -116,7 +117,7 @@ class Comms:
         """Connect to one member, again and again until it is there."""
         pause = _PAUSE_S
         reason = "no answer"
-        while not comm.ended.is_set() and other not in comm.links:
+        while not comm.ended.is_set() and other not in comm.members:
             try:
                 self.joined(comm.name, self._reach(comm, other, where))
                 return
@@ -169,8 +170,8 @@ class Comms:
         """A member is linked."""
         for comm in self._named(name, link.cluster_id):
             link.comms.add(comm.comm_id)
-            comm.links[link.cluster_id] = link
-            if len(comm.links) == len(comm.ranks) - 1 and comm.status is MemStatus.PREPARING:
+            comm.members.add(link.cluster_id)
+            if len(comm.members) == len(comm.ranks) - 1 and comm.status is MemStatus.PREPARING:
                 comm.status = MemStatus.OK
                 comm.ended.set()
 
@@ -181,7 +182,7 @@ class Comms:
 
     def _expire(self, comm: Comm) -> None:
         if comm.status is MemStatus.PREPARING:
-            missing = sorted(set(comm.ranks) - set(comm.links) - {self._core.identity.cluster_id})
+            missing = sorted(set(comm.ranks) - comm.members - {self._core.identity.cluster_id})
             comm.fail(f"cluster {', '.join(map(str, missing))} did not come within link_total_time ({comm.reason or 'no sign'})")
 
     def status(self, comm_id: int) -> MemStatus:
@@ -191,7 +192,7 @@ class Comms:
             LLMException: LLM_NOT_YET_LINK for an unknown id.
         """
         comm = self._get(comm_id, "query_register_mem_status")
-        if comm.status is MemStatus.OK and any(link.channel.closed for link in comm.links.values()):
+        if comm.status is MemStatus.OK and any(self._core.table.get(other) is None for other in comm.members):
             return MemStatus.FAILED
         return comm.status
 
@@ -204,7 +205,9 @@ class Comms:
         comm = self._get(comm_id, "unlink")
         comm.ended.wait(comm.deadline.remaining())
         self._forget(comm)
-        for link in comm.links.values():
+        for link in map(self._core.table.get, sorted(comm.members)):
+            if link is None:
+                continue
             link.comms.discard(comm.comm_id)
             if link.made_for_comm and not link.comms:
                 self._core.ender.end(link, Deadline.after(_UNLINK_S))

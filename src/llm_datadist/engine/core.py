@@ -63,7 +63,7 @@ class Core:
         self.table = LinkTable()
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
-        self.ender = LinkEnder(self.table, self._link_ended)
+        self.ender = LinkEnder(self.table, self.loop, self._link_ended)
         inprocess.publish(self.identity.incarnation, self.regions)
 
     def _link_ended(self, link: Link) -> None:

@@ -102,7 +102,8 @@ class Handshaker:
         if core.options.remote_accessible:
             link.catalogue(deadline)
         _agreed(session.channel.request(messages.Confirm(path=path), deadline), messages.Ok)
-        self._install(link)
+        if not self._install(link):
+            raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, "the peer has linked this side meanwhile")
         return link
 
     def _find_path(self, link: Link, open_data: DataConnector, deadline: Deadline) -> str:
@@ -148,12 +149,22 @@ class Handshaker:
             return refuse(LLMStatusCode.LLM_LINK_FAILED, str(error))
         return messages.Ok()
 
-    def _install(self, link: Link) -> None:
-        old = self._core.table.install(link)
-        if old is not None:
-            self._core.ender.drop(old, "replaced by a new link")
+    def _install(self, link: Link) -> bool:
+        """Make a link live; False if a link that crossed it is kept instead.
+
+        Where both sides link each other at once, both keep the link that the side with the higher identity has begun.
+        """
+        begun_by_first = (link.dialled is not None) == self._goes_first(link.peer.identity)
+        loser = self._core.table.install(link, prefer_old=not begun_by_first)
+        if loser is not None:
+            self._core.ender.retire(loser)
         if link.channel.closed:
             self._core.ender.lose(link, "the peer closed the connection")
+        return loser is not link
+
+    def _goes_first(self, peer: messages.Identity) -> bool:
+        ours = self._core.identity
+        return (ours.cluster_id, ours.incarnation) > (peer.cluster_id, peer.incarnation)
 
     # The listening side
 
@@ -228,9 +239,7 @@ class Handshaker:
             if existing.peer.identity.incarnation == peer.incarnation and _alive_at_peer(existing):
                 return refuse(LLMStatusCode.LLM_ALREADY_LINK, "the clusters are linked already")
             core.ender.lose(existing, "the peer links anew")
-        ours, theirs = core.identity, peer
-        first = (ours.cluster_id, ours.incarnation) > (theirs.cluster_id, theirs.incarnation)
-        if core.table.attempting(peer.cluster_id) and first:
+        if core.table.attempting(peer.cluster_id) and self._goes_first(peer):
             return refuse(LLMStatusCode.LLM_PROCESSING_LINK, "both sides link each other just now")
         return None
 
@@ -251,8 +260,11 @@ class Handshaker:
             session.channel.reply(refuse(error.code, f"the other direction: {error}"), request_id)
             session.channel.close(str(error))
             return
-        self._install(link)
+        kept = self._install(link)
         self._settled(link)
+        if not kept:
+            session.channel.reply(refuse(LLMStatusCode.LLM_ALREADY_LINK, "the clusters are linked already"), request_id)
+            return
         if link.pending_comm is not None:
             link.made_for_comm = True
             self._comms.joined(link.pending_comm, link)

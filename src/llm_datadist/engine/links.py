@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.link import Link, PeerLink
     from llm_datadist.engine.requests import PeerAddress
     from llm_datadist.net.address import Address
+    from llm_datadist.net.loop import Loop
     from llm_datadist.net.workers import Workers
 
     Dial = Callable[[Address, int, Deadline], Link]
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _MAX_OBITUARIES: Final = 1024
 _RETRY_S: Final = 0.05
 _ABORT_S: Final = 0.5
+_RETIRE_S: Final = 10.0
 
 
 class LinkTable:
@@ -74,10 +76,21 @@ class LinkTable:
         with self.changed:
             return list(self._links.values())
 
-    def install(self, link: Link) -> Link | None:
-        """Make a link the live one of its cluster; the one that it replaces, if any."""
+    def install(self, link: Link, *, prefer_old: bool = False) -> Link | None:
+        """Make a link the live one of its cluster; the one that has to go now, if any.
+
+        There can be an older one only where both sides link each other at once. ``prefer_old`` says that the older one, if it leads
+        to the same life of the peer, is the one that both sides keep.
+        """
         with self.changed:
             old = self._links.get(link.cluster_id)
+            same_peer = old is not None and old.peer.identity.incarnation == link.peer.identity.incarnation
+            if old is not None and same_peer and prefer_old:
+                link.advance(LinkState.LINKED)
+                return link
+            if old is not None and same_peer:
+                link.initiated_here = link.initiated_here or old.initiated_here
+                link.comms |= old.comms
             self._links[link.cluster_id] = link
             self._lost.pop(link.cluster_id, None)
             link.advance(LinkState.LINKED)
@@ -233,8 +246,9 @@ class Linker:
 class LinkEnder:
     """The ways in which a link ends."""
 
-    def __init__(self, table: LinkTable, release: Callable[[Link], object]) -> None:
+    def __init__(self, table: LinkTable, loop: Loop, release: Callable[[Link], object]) -> None:
         self._table = table
+        self._loop = loop
         self._release = release
 
     def agree(self, link: Link, deadline: Deadline) -> None:
@@ -279,6 +293,12 @@ class LinkEnder:
             link.abort_transfers()
             link.wait_idle(Deadline.after(_ABORT_S))
         self.drop(link, "unlinked by force")
+
+    def retire(self, link: Link) -> None:
+        """It has been replaced: running transfers of both sides finish, then it ends. Does not block."""
+        link.advance(LinkState.CLOSING)
+        link.when_idle(lambda: link.notify(messages.Bye(reason="replaced by another link of the same two clusters")))
+        self._loop.call_later(_RETIRE_S, lambda: self.drop(link, "replaced"))
 
     def lose(self, link: Link, reason: str) -> None:
         """Its connection is gone and nobody asked for that. Does not block."""

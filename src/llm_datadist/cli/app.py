@@ -1,0 +1,45 @@
+"""The command line: options in, exit code out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
+from llm_datadist.cli.plan import PathName, Plan
+
+app = typer.Typer(
+    name="llm-datadist",
+    help="KV-cache transfer between prefill and decode processes.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """KV-cache transfer between prefill and decode processes."""
+
+
+@app.command()
+def demo(
+    model: Annotated[ModelName, typer.Option(help="Whose KV cache is moved.")] = ModelName.LLAMA_3_1_8B,
+    tokens: Annotated[int, typer.Option(min=1, help=f"Rounded up to blocks of {BLOCK_TOKENS}.")] = 4096,
+    path: Annotated[
+        PathName, typer.Option(help="How bytes move between the two processes; auto takes the fastest that works.")
+    ] = PathName.AUTO,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the contents and the block tables.")] = 1,
+) -> None:
+    """Move a KV cache between a prefill and a decode process in every way, and verify every block.
+
+    Ends with a table. Exit code 0: all blocks verified; 1: a mismatch or failure; 2: wrong usage; 130: interrupted.
+    """
+    try:
+        from llm_datadist.cli.demo import run  # noqa: PLC0415 - numpy and rich take a while: not for --help
+
+        code = run(Plan(model, tokens, path, seed))
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)

@@ -1,0 +1,186 @@
+"""The demo seen from the parent: it conducts both processes, draws, and judges."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from llm_datadist.cli.kv import Verified
+from llm_datadist.cli.orders import Done, Link, Moved, Poison, Prepare, Ready, Transfer, Verify
+from llm_datadist.cli.plan import Operation, Role
+from llm_datadist.cli.team import DemoError, Limits, Team
+
+if TYPE_CHECKING:
+    from llm_datadist.cli.plan import Plan
+
+_MEMINFO: Final = "/proc/meminfo"
+_HEADROOM_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation, as far as it came."""
+
+    operation: Operation
+    moved: Moved | None = None
+    verified: Verified | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every block arrived, and nothing else."""
+        verified = self.verified
+        return verified is not None and verified.blocks_ok == verified.blocks_total and not verified.problems
+
+
+def run(plan: Plan, limits: Limits | None = None) -> int:
+    """Run the demo and print what came of it.
+
+    Returns:
+        The exit code: 0 if every block of every operation is verified, 1 if not, 130 after Ctrl-C.
+    """
+    out, err = Console(), Console(stderr=True)
+    rows: list[Row] = []
+    try:
+        check_memory(plan)
+        out.print(headline(plan), highlight=False, markup=False)
+        with _Show(out, plan) as show, Team(plan, limits or Limits.for_plan(plan), show.advance) as team:
+            conduct(team, show, rows)
+    except DemoError as error:
+        _print_table(out, rows)
+        _print_problem(err, f"{rows[-1].operation.value}: {error}" if rows else str(error))
+        return 1
+    except KeyboardInterrupt:
+        _print_problem(err, "interrupted")
+        return 130
+    _print_table(out, rows)
+    for row in rows:
+        for problem in row.verified.problems if row.verified else ():
+            _print_problem(err, f"{row.operation.value}: {problem}")
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def conduct(team: Team, show: _Show, rows: list[Row]) -> None:
+    """Prepare both processes, then do and verify each operation; ``rows`` gets one each, also for one that fails.
+
+    Raises:
+        DemoError: a process failed, ended, or kept silent for too long.
+    """
+    show.say(f"prefill process {team.pid(Role.PREFILL)}, decode process {team.pid(Role.DECODE)}")
+    show.step("filling")
+    ready = team.ask_all({Role.PREFILL: Prepare(), Role.DECODE: Prepare()})[Role.PREFILL]
+    if not isinstance(ready, Ready):
+        message = f"the prefill process answered with {ready}"
+        raise DemoError(message)
+    team.ask(Role.DECODE, Link(ready), Done)
+    for operation in Operation:
+        show.step(operation.value)
+        rows.append(Row(operation))
+        team.ask(Role.DECODE, Poison(), Done)
+        moved = team.ask(operation.actor, Transfer(operation), Moved)
+        rows[-1] = Row(operation, moved)
+        show.advance(moved.bytes_moved)
+        show.step(f"{operation.value}: verifying")
+        rows[-1] = Row(operation, moved, team.ask(Role.DECODE, Verify(operation), Verified))
+        show.say(" ".join(_cells(rows[-1])))
+
+
+def check_memory(plan: Plan, meminfo: str = _MEMINFO) -> None:
+    """Refuse what does not fit this machine, before anything is started.
+
+    Raises:
+        DemoError: too little memory is available.
+    """
+    available = None
+    with contextlib.suppress(OSError), open(meminfo, encoding="ascii") as lines:  # noqa: PTH123
+        available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    needed = plan.source_bytes + plan.destination_bytes + _HEADROOM_BYTES
+    if available is not None and needed > available:
+        message = (
+            f"{plan.tokens} tokens of {plan.model_name.value} need {needed / 2**30:.1f} GiB of memory for both processes, "
+            f"but only {available / 2**30:.1f} GiB are available: use fewer --tokens or a smaller --model"
+        )
+        raise DemoError(message)
+
+
+def headline(plan: Plan) -> str:
+    """What is moved."""
+    caches = ", ".join(
+        f"{cache.name} {cache.num_tensors} x {plan.blocks} blocks of {cache.block_bytes // 1024} KiB"
+        for cache in plan.model.caches
+    )
+    return f"{plan.model_name.value}, {plan.tokens} tokens, seed {plan.seed}: {caches}"
+
+
+class _Show:
+    """What is seen while the demo runs: a progress bar on a terminal, a line for each operation elsewhere."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_interactive,
+        )
+        once_each = 2 * plan.source_bytes  # filling here, computing what should arrive there
+        each_operation = plan.source_bytes + plan.destination_bytes  # moving, verifying
+        self._task = self._bar.add_task("starting", total=once_each + len(Operation) * each_operation)
+
+    def __enter__(self) -> _Show:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, text: str) -> None:
+        """Tell what happens now."""
+        self._bar.update(self._task, description=f"{text:<34}")
+
+    def advance(self, bytes_done: int) -> None:
+        """Move the bar."""
+        self._bar.advance(self._task, bytes_done)
+
+    def say(self, line: str) -> None:
+        """Print a line where there is no bar."""
+        if not self._console.is_interactive:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    moved, verified = row.moved, row.verified
+    motion = ("-", "-", "-", "-")
+    if moved is not None:
+        size, speed = moved.bytes_moved / 1e6, moved.bytes_moved / 1e9 / moved.seconds
+        motion = (f"{size:.1f} MB", moved.path, f"{moved.seconds * 1e3:.1f} ms", f"{speed:.2f}")
+    count = "failed" if verified is None else f"{verified.blocks_ok}/{verified.blocks_total}"
+    return (row.operation.value, *motion, count)
+
+
+def _print_table(console: Console, rows: list[Row]) -> None:
+    if not rows:
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("operation", overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("path")
+    table.add_column("time", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("verified", justify="right")
+    for row in rows:
+        table.add_row(*_cells(row)[:-1], Text(_cells(row)[-1], style="green" if row.ok else "bold red"))
+    console.print(table)
+
+
+def _print_problem(console: Console, text: str) -> None:
+    console.print(Text(f"llm-datadist demo: {text}"), soft_wrap=True)

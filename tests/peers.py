@@ -218,7 +218,7 @@ class Process:
             future.set_exception(EOFError("the child process ended"))
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Kill -9, and wait until it is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.child.join(TIMEOUT_S)
@@ -300,7 +300,9 @@ class Peers:
         self._processes.append(Process())
         return self._processes[-1]
 
-    def make(self, cluster_id: int, *, process: Process | None = None, listen: bool = True, **properties: object) -> Peer:
+    def make(
+        self, cluster_id: int, *, process: Process | None = None, listen: bool = True, **properties: object
+    ) -> Peer:
         """A peer in a process of its own, or as one more node of ``process``."""
         if listen:
             properties.setdefault("listen_ip_info", "127.0.0.1:0")

@@ -32,7 +32,7 @@ OK = LLMStatusCode.LLM_SUCCESS
 
 
 def test_cluster_ids_use_all_64_bits(peers: Peers) -> None:
-    """ip << 32 | port << 16 | rank, and random ids up to 2**64 - 1."""
+    """Ip << 32 | port << 16 | rank, and random ids up to 2**64 - 1."""
     server, client = peers.make(0xC0A8_0101_6590_0007), peers.make(2**64 - 1, listen=False)
     with_caches(server, client)
     assert client.link(server) == OK
@@ -75,7 +75,9 @@ def test_same_cache_id_on_both_sides_names_the_counterpart(peers: Peers) -> None
     assert client.link(server) == OK
     for layer in range(3):
         client.call(push_layer, layer)
-        assert (server.memory(f"layer{layer}")[0][: GUARD + 512] == client.memory(f"layer{layer}")[0][: GUARD + 512]).all()
+        assert (
+            server.memory(f"layer{layer}")[0][: GUARD + 512] == client.memory(f"layer{layer}")[0][: GUARD + 512]
+        ).all()
 
 
 def push_layer(node: Node, layer: int) -> None:
@@ -399,4 +401,3 @@ def pull_many(node: Node, cluster_id: int, count: int) -> int:
     for _ in range(count):
         pull_one(node, cluster_id)
     return count
-

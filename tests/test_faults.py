@@ -221,7 +221,9 @@ def test_200_cycles_leave_nothing_behind(peers: Peers, paths: str) -> None:
     before = [settled(peer, lambda _values: True) for peer in (server, client)]
     client.call(cycles, server.address, 200)
     for peer, (fds, threads, resident) in zip((server, client), before, strict=True):
-        after = settled(peer, lambda values, fds=fds, threads=threads: values[0] <= fds and values[1] <= threads + WORKERS)
+        after = settled(
+            peer, lambda values, fds=fds, threads=threads: values[0] <= fds and values[1] <= threads + WORKERS
+        )
         assert after[0] <= fds
         assert after[1] <= threads + WORKERS
         assert after[2] <= resident + 2048
@@ -325,4 +327,3 @@ def found_marks(node: Node, *, reverse: bool) -> bool:
         if page.any():
             return False
     return True
-

@@ -107,10 +107,21 @@ def test_share_is_fair_and_covers_everything_in_order(lengths: list[int], parts:
     assert all(sum(lengths[start:stop]) <= fair for start, stop in shares)
 
 
-def test_share_halves() -> None:
-    assert iovec.share(array([4, 4, 4, 4]), 2) == [(0, 2), (2, 4)]
-    assert iovec.share(array([10]), 4) == [(0, 1)]
-    assert iovec.share(array([]), 4) == []
+@pytest.mark.parametrize(
+    ("given_lengths", "parts", "shares"),
+    [
+        ([4, 4, 4, 4], 2, [(0, 2), (2, 4)]),
+        ([9, 9], 2, [(0, 1), (1, 2)]),
+        ([7] * 8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ([6, 2, 2, 2], 2, [(0, 1), (1, 4)]),
+        ([2, 2, 2, 6], 2, [(0, 3), (3, 4)]),
+        ([1] * 6, 1, [(0, 6)]),
+        ([10], 4, [(0, 1)]),
+        ([], 4, []),
+    ],
+)
+def test_share_is_even_where_it_can_be(given_lengths: list[int], parts: int, shares: list[tuple[int, int]]) -> None:
+    assert iovec.share(array(given_lengths), parts) == shares
 
 
 # Cursor

@@ -53,11 +53,16 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @CENTRAL
 @given(local=tensors(), remote=tensors(), into_local=st.booleans(), data=st.data())
-def test_contiguous_moves_what_a_byte_loop_moves(local: Tensor, remote: Tensor, into_local: bool, data: st.DataObject) -> None:
+def test_contiguous_moves_what_a_byte_loop_moves(
+    local: Tensor, remote: Tensor, into_local: bool, data: st.DataObject
+) -> None:
     here, there = data.draw(st.integers(0, local.entries - 1)), data.draw(st.integers(0, remote.entries - 1))
     size = data.draw(st.integers(1, min(local.stride, remote.stride)))
 
-    windows = plan.entry(Geometry(local.size, local.entries), here), plan.entry(Geometry(remote.size, remote.entries), there)
+    windows = (
+        plan.entry(Geometry(local.size, local.entries), here),
+        plan.entry(Geometry(remote.size, remote.entries), there),
+    )
     runs = plan.contiguous(*windows, size)
 
     at = here * local.stride, there * remote.stride
@@ -183,7 +188,10 @@ def test_spread_moves_every_selected_tensor_and_nothing_else(
     regions = {(n * 7 + 3) << 16 | n: pool[n * remote.size :][: remote.size] for n in range(num_remote)}
     region_of = list(regions)
 
-    window = plan.entry(Geometry(local.size, local.entries), into), plan.entry(Geometry(remote.size, remote.entries), outof)
+    window = (
+        plan.entry(Geometry(local.size, local.entries), into),
+        plan.entry(Geometry(remote.size, remote.entries), outof),
+    )
     runs = plan.contiguous(*window, size)
     targets = plan.tensor_range("local", num_local, here, per_layer, given=True)
     sources = plan.tensor_range("remote", num_remote, there, per_layer, given=True)
@@ -217,7 +225,9 @@ def test_spread_goes_tensor_by_tensor() -> None:
 
 
 def test_spread_of_nothing_is_nothing() -> None:
-    spans = spread(Runs(array(), array(), array()), np.array([1, 2], dtype=np.uint64), np.array([1, 2], dtype=np.uint64))
+    spans = spread(
+        Runs(array(), array(), array()), np.array([1, 2], dtype=np.uint64), np.array([1, 2], dtype=np.uint64)
+    )
     assert len(spans) == 0
     assert spans.total == 0
 
@@ -225,12 +235,16 @@ def test_spread_of_nothing_is_nothing() -> None:
 @USUAL
 @given(
     bases=st.lists(st.integers(0, 2**63), min_size=1, max_size=4),
-    runs=st.lists(st.tuples(st.integers(0, 2**60), st.integers(0, 2**60), st.integers(1, 2**55)), min_size=1, max_size=4),
+    runs=st.lists(
+        st.tuples(st.integers(0, 2**60), st.integers(0, 2**60), st.integers(1, 2**55)), min_size=1, max_size=4
+    ),
 )
 def test_spread_is_exact_at_64_bits(bases: list[int], runs: list[tuple[int, int, int]]) -> None:
     locals_, remotes, lengths = (array(*column) for column in zip(*runs, strict=True))
     regions = [n + 1 << 16 for n in range(len(bases))]
-    spans = spread(Runs(locals_, remotes, lengths), np.array(bases, dtype=np.uint64), np.array(regions, dtype=np.uint64))
+    spans = spread(
+        Runs(locals_, remotes, lengths), np.array(bases, dtype=np.uint64), np.array(regions, dtype=np.uint64)
+    )
     assert span_rows(spans) == [
         (base + local, region, remote, length)
         for base, region in zip(bases, regions, strict=True)
@@ -318,7 +332,10 @@ def test_cut_keeps_every_byte_in_order(lengths: list[int], address: int) -> None
 
 def test_cut_makes_no_more_pieces_than_needed() -> None:
     spans = Spans(
-        np.array([0, 1 << 40], dtype=np.uint64), np.array([1, 2], dtype=np.uint64), array(5, 6), array((4 << 30) + 8192, 7)
+        np.array([0, 1 << 40], dtype=np.uint64),
+        np.array([1, 2], dtype=np.uint64),
+        array(5, 6),
+        array((4 << 30) + 8192, 7),
     )
     pieces = spans.cut()
     assert len(pieces) == 65 + 1
@@ -327,7 +344,5 @@ def test_cut_makes_no_more_pieces_than_needed() -> None:
 
 
 def test_cut_leaves_short_spans_alone() -> None:
-    spans = Spans(
-        np.array([0], dtype=np.uint64), np.array([1], dtype=np.uint64), array(0), array(iovec.MAX_PIECE)
-    )
+    spans = Spans(np.array([0], dtype=np.uint64), np.array([1], dtype=np.uint64), array(0), array(iovec.MAX_PIECE))
     assert spans.cut() is spans

@@ -67,9 +67,7 @@ def test_blocks_move_what_a_byte_loop_moves(data: st.DataObject, into_local: boo
 
     source, target = (remote, local) if into_local else (local, remote)
     expected = target_bytes(target.size)
-    copy_blocks(
-        source_bytes(source.size), expected, local.stride, [(b, a) if into_local else (a, b) for a, b in pairs]
-    )
+    copy_blocks(source_bytes(source.size), expected, local.stride, [(b, a) if into_local else (a, b) for a, b in pairs])
     assert apply(runs, source_bytes(source.size), target.size, into_local=into_local) == expected
     assert_merged(runs)
 
@@ -152,7 +150,11 @@ def with_one_outside(draw: st.DrawFn, entries: int, length: int) -> list[int]:
     """Block indices of which exactly one is out of range."""
     ids = [draw(st.integers(0, entries - 1)) for _ in range(length)]
     outside = st.one_of(
-        st.just(-1), st.just(entries), st.integers(-(2**63), -1), st.integers(entries, 2**63 - 1), st.just(entries + 2**32)
+        st.just(-1),
+        st.just(entries),
+        st.integers(-(2**63), -1),
+        st.integers(entries, 2**63 - 1),
+        st.just(entries + 2**32),
     )
     ids[draw(st.integers(0, length - 1))] = draw(outside)
     return ids

@@ -264,7 +264,7 @@ def test_address_families(peers: Peers, host: str, paths: str) -> None:
 
 
 def test_port_in_use(peers: Peers) -> None:
-    """init names the address; the object stays usable."""
+    """Init names the address; the object stays usable."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         error = expect(LLMStatusCode.LLM_FAILED, lambda: peers.make(1, listen_ip_info=where))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from peers import Peers
 from expect import expect
 from llm_datadist import (
     BlocksCacheKey,
@@ -22,7 +21,7 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from peers import GUARD, Node, Peer
+from peers import GUARD, Node, Peer, Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,9 @@ class Pair:
         self.path = path
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(PATHS, (True, False))), ids=lambda p: f"{p[0]}-{'A' if p[1] else 'M'}")
+@pytest.fixture(
+    scope="module", params=list(itertools.product(PATHS, (True, False))), ids=lambda p: f"{p[0]}-{'A' if p[1] else 'M'}"
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Linked peers for one path and mode."""
     path, accessible = request.param
@@ -118,11 +119,15 @@ def view(memory: list[np.ndarray], rows: int) -> list[np.ndarray]:
     return [tensor[GUARD : len(tensor) - GUARD].reshape(rows, -1) for tensor in memory]
 
 
-def check(target: Peer, name: str, before: list[np.ndarray], change: Callable[[list[np.ndarray]], None], rows: int) -> None:
+def check(
+    target: Peer, name: str, before: list[np.ndarray], change: Callable[[list[np.ndarray]], None], rows: int
+) -> None:
     """The target's memory, guards included, is what it was before, with ``change`` applied."""
     change(view(before, rows))
     for number, (expected, actual) in enumerate(zip(before, target.memory(name), strict=True)):
-        assert (expected == actual).all(), f"tensor {number}: first difference at {int(np.argmax(expected != actual)) - GUARD}"
+        assert (expected == actual).all(), (
+            f"tensor {number}: first difference at {int(np.argmax(expected != actual)) - GUARD}"
+        )
 
 
 def test_path_in_use(pair: Pair) -> None:
@@ -158,7 +163,14 @@ def test_pull_blocks_layer_range(sides: tuple[Peer, Peer]) -> None:
     key = BlocksCacheKey(there.cluster_id, model)
     here.call(run_pull_blocks, key, "dst", [1, 2], [2, 1], src_layer_range=range(1), dst_layer_range=range(1, 2))
     here.call(
-        run_pull_blocks, key, "dst", [5], [5], src_layer_range=range(1), dst_layer_range=range(1), tensor_num_per_layer=1
+        run_pull_blocks,
+        key,
+        "dst",
+        [5],
+        [5],
+        src_layer_range=range(1),
+        dst_layer_range=range(1),
+        tensor_num_per_layer=1,
     )
 
     def change(tensors: list[np.ndarray]) -> None:
@@ -233,7 +245,9 @@ def test_pull_cache_by_key(sides: tuple[Peer, Peer]) -> None:
             here.call(run_pull_cache, CacheKey(there.cluster_id, 1), "dst", 0, -1)
         return
     request = next(_model_ids)
-    _contiguous(there, "src", seed=7, keys=[CacheKey(there.cluster_id, 10_000 + request), CacheKey(there.cluster_id, request)])
+    _contiguous(
+        there, "src", seed=7, keys=[CacheKey(there.cluster_id, 10_000 + request), CacheKey(there.cluster_id, request)]
+    )
     _contiguous(here, "dst")
     before, source = here.memory("dst"), view(there.memory("src"), BATCH)
     for _ in range(2):

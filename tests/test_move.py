@@ -39,7 +39,9 @@ class Memory:
         self.base = self.bytes.ctypes.data
 
     def iovecs(self, spans: list[tuple[int, int]]) -> U64:
-        return iovec.pair(self.addresses([at for at, _ in spans]), np.array([length for _, length in spans], dtype=np.int64))
+        return iovec.pair(
+            self.addresses([at for at, _ in spans]), np.array([length for _, length in spans], dtype=np.int64)
+        )
 
     def addresses(self, offsets: list[int]) -> U64:
         return np.array([self.base + at for at in offsets], dtype=np.uint64)
@@ -258,9 +260,7 @@ def guarded() -> Iterator[Guarded]:
 @pytest.mark.parametrize("call", [syscalls.process_vm_readv, syscalls.process_vm_writev])
 @pytest.mark.parametrize("remote_is_bad", [True, False])
 @pytest.mark.parametrize("before", [0, 1, PAGE, 2 * PAGE])
-def test_memory_without_access_raises(
-    guarded: Guarded, call: move.VmCall, remote_is_bad: bool, before: int
-) -> None:
+def test_memory_without_access_raises(guarded: Guarded, call: move.VmCall, remote_is_bad: bool, before: int) -> None:
     good = Memory(b"g" * (4 * PAGE))
     bad = iovec.pair(np.array([guarded.base, guarded.hole - before], dtype=np.uint64), lengths(PAGE, before + PAGE))
     fine = good.iovecs([(0, PAGE), (PAGE, before + PAGE)])
@@ -292,7 +292,9 @@ def test_copy_into_memory_that_is_only_readable_raises() -> None:
 
 def test_a_process_that_does_not_exist_is_an_os_error() -> None:
     with pytest.raises(ProcessLookupError):
-        move.move(syscalls.process_vm_readv, 2**22 + 1, *(Memory(bytes(8)).iovecs([(0, 8)]) for _ in range(2)), lambda: None)
+        move.move(
+            syscalls.process_vm_readv, 2**22 + 1, *(Memory(bytes(8)).iovecs([(0, 8)]) for _ in range(2)), lambda: None
+        )
 
 
 def test_read_memory_stops_where_the_mapping_does(guarded: Guarded) -> None:

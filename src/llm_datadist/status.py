@@ -1,6 +1,7 @@
 """Status codes and the one exception of the library.
 
-Numeric values are the ones of the original (error code page of LLM-DataDist), so programs that compare numbers keep working.
+Numeric values are the ones of the original (error code page of LLM-DataDist), so programs that compare numbers keep
+working.
 """
 
 from __future__ import annotations
@@ -152,9 +153,8 @@ def handle_llm_status(status: int, func_name: str, context: str) -> None:
     """
     code = code_2_status(status)
     if code != LLMStatusCode.LLM_SUCCESS:
-        raise LLMException(
-            f"[{func_name}] failed, error code is {code}, {context}.", status_code=code, operation=func_name
-        )
+        message = f"[{func_name}] failed, error code is {code}, {context}."
+        raise LLMException(message, status_code=code, operation=func_name)
 
 
 def raise_if_false(

@@ -109,7 +109,7 @@ class CacheDesc(Shown):
 
     _shown = ("num_tensors", "shape", "data_type", "placement", "batch_dim", "seq_len_dim_index", "kv_tensor_format")
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the original's signature
+    def __init__(
         self,
         num_tensors: int,
         shape: Sequence[int],
@@ -220,7 +220,7 @@ class Cache(Shown):
 
     _shown = ("cache_id", "cache_desc", "is_blocks_cache", "tensor_addrs")
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the original's signature
+    def __init__(
         self,
         cache_id: int,
         cache_desc: CacheDesc,

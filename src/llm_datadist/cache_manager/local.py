@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class LocalCopies(ManagerBase):
     """Copy between caches of this process; no link is needed."""
 
-    def copy_cache(  # noqa: PLR0913, PLR0917 - the original's signature
+    def copy_cache(
         self,
         dst: Cache,
         src: Cache,

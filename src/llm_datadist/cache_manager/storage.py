@@ -109,6 +109,8 @@ class Storage(ManagerBase):
         Raises:
             TypeError: not an int; a Cache is none either.
             ValueError: does not fit signed 64 bits.
+            LLMException: LLM_LINK_BUSY: transfers still use the memory after ``sync_kv_timeout`` (at least a second);
+                keep it mapped and call again.
         """
         utils.check_int64("cache_id", cache_id)
         self._live("unregister_cache", LLMStatusCode.LLM_FAILED).unregister(int(cache_id))
@@ -208,7 +210,7 @@ class Storage(ManagerBase):
             "remote_accessible=True is refused after link(): register before linking, or leave remote_accessible out",
         )
 
-    def _register(  # noqa: PLR0913, PLR0917 - one value per part of a registration
+    def _register(
         self,
         operation: str,
         desc: CacheDesc,
@@ -221,7 +223,7 @@ class Storage(ManagerBase):
         addrs = [int(addr) for addr in addrs]
         reachable = spec.on_device if accessible is None else accessible
         engine = self._live(operation, LLMStatusCode.LLM_FAILED)
-        cache_id = engine.register(spec, addrs, keys, reachable)
+        cache_id = engine.register(spec, addrs, keys, accessible=reachable)
         return Cache(cache_id, desc, addrs, self, is_registered=True, is_blocks_cache=kind is CacheKind.BLOCKS)
 
     def _allocate(self, operation: str, desc: CacheDesc, kind: CacheKind, keys: Sequence[Key | None]) -> Cache:

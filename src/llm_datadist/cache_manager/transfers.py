@@ -61,7 +61,7 @@ class Transfers(ManagerBase):
         cache: Cache,
         batch_index: int = 0,
         size: int = -1,
-        **kwargs: Any,  # noqa: ANN401 - the original's signature: unknown names are ignored
+        **kwargs: Any,
     ) -> None:
         """Copy a batch entry of a peer's contiguous cache into a batch entry of a local one, in each tensor.
 
@@ -114,7 +114,7 @@ class Transfers(ManagerBase):
         dst_cache: Cache,
         src_blocks: Sequence[int] | None = (),
         dst_blocks: Sequence[int] = (),
-        **kwargs: Any,  # noqa: ANN401 - the original's signature: unknown names are ignored
+        **kwargs: Any,
     ) -> None:
         """Copy blocks, or the slices of a batch entry, of a peer's cache into blocks of a local one, in each tensor.
 
@@ -164,7 +164,7 @@ class Transfers(ManagerBase):
         )
         self._live("pull_blocks").pull(request)
 
-    def push_cache(  # noqa: PLR0913, PLR0917 - the original's signature
+    def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
         src_cache: Cache,
@@ -218,7 +218,7 @@ class Transfers(ManagerBase):
         )
         self._live("push_cache").push(request)
 
-    def push_blocks(  # noqa: PLR0913, PLR0917 - the original's signature
+    def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
@@ -276,7 +276,7 @@ class Transfers(ManagerBase):
         )
         self._live("push_blocks").push(request)
 
-    def transfer_cache_async(  # noqa: PLR0913, PLR0917 - the original's signature
+    def transfer_cache_async(
         self,
         src_cache: Cache,
         layer_synchronizer: LayerSynchronizer,

@@ -1,26 +1,7 @@
-"""The command ``llm-datadist``. Importing this package loads neither typer nor rich; :func:`main` does."""
+"""The command ``llm-datadist``. Importing this package loads neither typer nor rich; running :func:`main` does."""
 
 from __future__ import annotations
 
-import sys
+from llm_datadist.cli.entry import main
 
-_EXTRA = frozenset({"typer", "rich"})
-
-
-def main() -> None:
-    """Run the command line.
-
-    Raises:
-        SystemExit: always, with the exit code: 0 success, 1 failure, 2 wrong usage or the extra ``cli`` is not
-            installed, 130 interrupted.
-    """
-    try:
-        from llm_datadist.cli.app import app  # noqa: PLC0415 - the library works without the packages this needs
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        sys.stderr.write(f"llm-datadist needs the package {error.name}: run pip install 'llm-datadist[cli]'\n")
-        raise SystemExit(2) from None
-    app()
+__all__ = ["main"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich import box
@@ -13,15 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from llm_datadist.cli.kv import Verified
+from llm_datadist.cli.models import BLOCK_TOKENS
 from llm_datadist.cli.orders import Done, Link, Moved, Poison, Prepare, Ready, Transfer, Verify
 from llm_datadist.cli.plan import Operation, Role
-from llm_datadist.cli.team import DemoError, Limits, Team
+from llm_datadist.cli.team import DemoError, Limits, started_team
 
 if TYPE_CHECKING:
     from llm_datadist.cli.plan import Plan
+    from llm_datadist.cli.team import Team
 
-_MEMINFO: Final = "/proc/meminfo"
+_MEMINFO: Final = Path("/proc/meminfo")
 _HEADROOM_BYTES: Final = 256 << 20
+_MIN_WIDTH: Final = 120
+"""Columns of what is not a terminal, such as a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,14 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
         The exit code: 0 if every block of every operation is verified, 1 if not, 130 after Ctrl-C.
     """
     out, err = Console(), Console(stderr=True)
+    if not out.is_interactive:
+        out.width = max(out.width, _MIN_WIDTH)
+    show = Show(out, plan)
     rows: list[Row] = []
     try:
         check_memory(plan)
-        out.print(headline(plan), highlight=False, markup=False)
-        with _Show(out, plan) as show, Team(plan, limits or Limits.for_plan(plan), show.advance) as team:
+        out.print(headline(plan), highlight=False, markup=False, soft_wrap=True)
+        with started_team(plan, limits or Limits.for_plan(plan), show.advance) as team, show.bar:
             conduct(team, show, rows)
     except DemoError as error:
         _print_table(out, rows)
@@ -66,7 +73,7 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
     return 0 if all(row.ok for row in rows) else 1
 
 
-def conduct(team: Team, show: _Show, rows: list[Row]) -> None:
+def conduct(team: Team, show: Show, rows: list[Row]) -> None:
     """Prepare both processes, then do and verify each operation; ``rows`` gets one each, also for one that fails.
 
     Raises:
@@ -91,20 +98,22 @@ def conduct(team: Team, show: _Show, rows: list[Row]) -> None:
         show.say(" ".join(_cells(rows[-1])))
 
 
-def check_memory(plan: Plan, meminfo: str = _MEMINFO) -> None:
+def check_memory(plan: Plan, meminfo: Path = _MEMINFO) -> None:
     """Refuse what does not fit this machine, before anything is started.
 
     Raises:
         DemoError: too little memory is available.
     """
-    available = None
-    with contextlib.suppress(OSError), open(meminfo, encoding="ascii") as lines:  # noqa: PTH123
-        available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
     needed = plan.source_bytes + plan.destination_bytes + _HEADROOM_BYTES
     if available is not None and needed > available:
         message = (
-            f"{plan.tokens} tokens of {plan.model_name.value} need {needed / 2**30:.1f} GiB of memory for both processes, "
-            f"but only {available / 2**30:.1f} GiB are available: use fewer --tokens or a smaller --model"
+            f"{plan.tokens} tokens of {plan.model_name.value} need {needed / 2**30:.1f} GiB of memory for both "
+            f"processes, but only {available / 2**30:.1f} GiB are available: use fewer --tokens or a smaller --model"
         )
         raise DemoError(message)
 
@@ -112,18 +121,18 @@ def check_memory(plan: Plan, meminfo: str = _MEMINFO) -> None:
 def headline(plan: Plan) -> str:
     """What is moved."""
     caches = ", ".join(
-        f"{cache.name} {cache.num_tensors} x {plan.blocks} blocks of {cache.block_bytes // 1024} KiB"
+        f"{cache.name} {cache.num_tensors} tensors of {cache.block_bytes // 1024} KiB a block"
         for cache in plan.model.caches
     )
-    return f"{plan.model_name.value}, {plan.tokens} tokens, seed {plan.seed}: {caches}"
+    return f"{plan.model_name.value}, {plan.blocks} blocks of {BLOCK_TOKENS} tokens, seed {plan.seed}: {caches}"
 
 
-class _Show:
+class Show:
     """What is seen while the demo runs: a progress bar on a terminal, a line for each operation elsewhere."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self._console = console
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
@@ -134,22 +143,15 @@ class _Show:
         )
         once_each = 2 * plan.source_bytes  # filling here, computing what should arrive there
         each_operation = plan.source_bytes + plan.destination_bytes  # moving, verifying
-        self._task = self._bar.add_task("starting", total=once_each + len(Operation) * each_operation)
-
-    def __enter__(self) -> _Show:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._task = self.bar.add_task("starting", total=once_each + len(Operation) * each_operation)
 
     def step(self, text: str) -> None:
         """Tell what happens now."""
-        self._bar.update(self._task, description=f"{text:<34}")
+        self.bar.update(self._task, description=f"{text:<34}")
 
     def advance(self, bytes_done: int) -> None:
         """Move the bar."""
-        self._bar.advance(self._task, bytes_done)
+        self.bar.advance(self._task, bytes_done)
 
     def say(self, line: str) -> None:
         """Print a line where there is no bar."""

@@ -60,19 +60,19 @@ class Ends:
 
     def __init__(self, plan: Plan, role: LLMRole, cluster_id: int, *, listen: bool, pool_bytes: int) -> None:
         self.plan = plan
-        self.one_sided = _start(plan, role, cluster_id, listen=listen, accessible=True)
-        self.messages = _start(plan, role, cluster_id, listen=listen, pool_bytes=pool_bytes)
+        one_sided, messages = _config(plan, listen=listen), _config(plan, listen=listen)
+        one_sided.enable_remote_cache_accessible = True
+        if pool_bytes:
+            messages.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
+        self.one_sided = LLMDataDist(role, cluster_id)
+        self.one_sided.init(one_sided.generate_options())
+        self.messages = LLMDataDist(role, cluster_id)
+        self.messages.init(messages.generate_options())
 
     def close(self) -> None:
         """Finalize both."""
         self.messages.finalize()
         self.one_sided.finalize()
-
-    def register_blocks(self, datadist: LLMDataDist, shape: CacheShape, addresses: list[int], blocks: int) -> Cache:
-        """Make tensors known as a blocks cache, named by the model id of its shape."""
-        desc = CacheDesc(shape.num_tensors, [blocks, BLOCK_TOKENS, *shape.token_shape], DataType.DT_BF16)
-        key = BlocksCacheKey(datadist.cluster_id, shape.model_id)
-        return datadist.cache_manager.register_blocks_cache(desc, addresses, key)
 
     def register_parts(self, shape: CacheShape, addresses: list[int], blocks: int) -> Cache:
         """Make the same tensors known with two per layer: what has one tensor per layer appears as its halves."""
@@ -120,7 +120,7 @@ class Prefill:
             cache_ids.append(contiguous.cache_id)
             memory = contiguous.tensor_addrs
             kv.fill(kv.tensors_at(memory, shape, blocks), self._plan.seed, shape, self._report)
-            paged = ends.register_blocks(ends.one_sided, shape, memory, blocks)
+            paged = _register_blocks(ends.one_sided, shape, memory, blocks)
             self._caches.append((shape, paged, ends.register_parts(shape, memory, blocks)))
         return Ready(ends.one_sided.listen_address, ends.messages.listen_address, tuple(cache_ids))
 
@@ -252,11 +252,12 @@ class _Destination:
         self._messages = ends.messages.cache_manager
         memory = np.empty((shape.num_tensors, plan.capacity, shape.block_bytes), dtype=np.uint8)
         self.tensors = list(memory)
+        kv.poison(self.tensors)  # gets the memory from the system now, not within the first operation
         addresses = [int(tensor.ctypes.data) for tensor in memory]
         self.expected = kv.expected_checksums(plan.seed, shape, plan.blocks, report)
-        self._paged = ends.register_blocks(ends.one_sided, shape, addresses, plan.capacity)
+        self._paged = _register_blocks(ends.one_sided, shape, addresses, plan.capacity)
         ends.register_parts(shape, addresses, plan.capacity)
-        self._paged_by_message = ends.register_blocks(ends.messages, shape, addresses, plan.capacity)
+        self._paged_by_message = _register_blocks(ends.messages, shape, addresses, plan.capacity)
         desc = CacheDesc(shape.num_tensors, [1, plan.blocks * BLOCK_TOKENS, *shape.token_shape], DataType.DT_BF16)
         self._contiguous = self._messages.register_cache(desc, addresses)
 
@@ -290,24 +291,25 @@ class _Destination:
         raise StepError(message)
 
 
-def _start(
-    plan: Plan, role: LLMRole, cluster_id: int, *, listen: bool, accessible: bool = False, pool_bytes: int = 0
-) -> LLMDataDist:
+def _config(plan: Plan, *, listen: bool) -> LLMConfig:
     config = LLMConfig()
     config.enable_cache_manager = True
-    config.enable_remote_cache_accessible = accessible
+    config.enable_remote_cache_accessible = False
     config.allow_multiple_instances = True
     config.sync_kv_timeout = plan.timeout_ms
     config.paths = plan.path.value
     if listen:
         config.listen_ip_info = f"{_LOCALHOST}:0"
-    if pool_bytes:
-        config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
-    # A cache is registered at most twice per object, as a layer-wise one with up to two addresses per tensor.
+    # Each object knows every tensor twice, once perhaps as two parts.
     config.max_registered_addrs = max(config.max_registered_addrs, 3 * plan.model.num_tensors)
-    datadist = LLMDataDist(role, cluster_id)
-    datadist.init(config.generate_options())
-    return datadist
+    return config
+
+
+def _register_blocks(datadist: LLMDataDist, shape: CacheShape, addresses: list[int], blocks: int) -> Cache:
+    """Make tensors known as a blocks cache, named by the model id of its shape."""
+    desc = CacheDesc(shape.num_tensors, [blocks, BLOCK_TOKENS, *shape.token_shape], DataType.DT_BF16)
+    key = BlocksCacheKey(datadist.cluster_id, shape.model_id)
+    return datadist.cache_manager.register_blocks_cache(desc, addresses, key)
 
 
 def _link(datadist: LLMDataDist, address: Address | None) -> None:

@@ -15,9 +15,8 @@ from llm_datadist.cli.plan import Role
 from llm_datadist.cli.worker import serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from multiprocessing.process import BaseProcess
-    from types import TracebackType
 
     from llm_datadist.cli.orders import Answer, Order
     from llm_datadist.cli.plan import Plan
@@ -68,28 +67,40 @@ class _Member:
         return f"the {self.role.value} process was killed by {name}{hint}"
 
 
+@contextlib.contextmanager
+def started_team(plan: Plan, limits: Limits, on_progress: Callable[[int], None]) -> Generator[Team, None, None]:
+    """Both processes; on leaving they have ended: by order after success, else killed."""
+    team = Team(plan, limits, on_progress)
+    orderly = False
+    try:
+        team.start()
+        yield team
+        orderly = True
+    finally:
+        team.stop(orderly=orderly)
+
+
 class Team:
-    """Both processes, as a context manager: on leaving they have ended, by order after success, else killed."""
+    """Both processes."""
 
     def __init__(self, plan: Plan, limits: Limits, on_progress: Callable[[int], None]) -> None:
         self._plan = plan
         self._limits = limits
         self._on_progress = on_progress
         self._members: dict[Role, _Member] = {}
-        self._end = 0.0
+        self._end = time.monotonic() + limits.total_s
 
-    def __enter__(self) -> Team:
-        self._end = time.monotonic() + self._limits.total_s
-        try:
-            # This helper of multiprocessing unblocks signals when it starts: let it start before they are blocked.
-            resource_tracker.ensure_running()
-            with _interrupts_held():
-                for role in Role:
-                    self._start(role)
-        except BaseException:
-            self._stop(orderly=False)
-            raise
-        return self
+    def start(self) -> None:
+        """Start them; an interrupt comes before or after.
+
+        Raises:
+            DemoError: the system refuses.
+        """
+        # This helper of multiprocessing unblocks signals when it starts: let it start before they are blocked.
+        resource_tracker.ensure_running()
+        with _interrupts_held():
+            for role in Role:
+                self._start(role)
 
     def _start(self, role: Role) -> None:
         context = multiprocessing.get_context("spawn")
@@ -129,7 +140,7 @@ class Team:
             DemoError: a process failed, ended, or kept silent for too long.
         """
         for role, order in orders.items():
-            self._send(self._members[role], order)
+            _send(self._members[role], order)
         waiting = {self._members[role].pipe: self._members[role] for role in orders}
         answers: dict[Role, Answer] = {}
         heard = time.monotonic()
@@ -148,24 +159,14 @@ class Team:
                     del waiting[member.pipe]
         return answers
 
-    def _send(self, member: _Member, order: Order) -> None:
-        try:
-            member.pipe.send(order)
-        except OSError as error:
-            raise DemoError(member.epitaph()) from error
-
     def _overdue(self, members: list[_Member]) -> str:
         names = " and ".join(member.role.value for member in members)
         if time.monotonic() >= self._end:
             return f"not finished after {self._limits.total_s:.0f} s, still waiting for: {names}"
         return f"no sign of life for {self._limits.silence_s:.0f} s from: {names}"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop(orderly=kind is None)
-
-    def _stop(self, *, orderly: bool) -> None:
+    def stop(self, *, orderly: bool) -> None:
+        """End them: give them time to finalize, or not; an interrupt comes before or after."""
         with _interrupts_held():
             if orderly:
                 for member in self._members.values():
@@ -181,6 +182,13 @@ class Team:
             self._members.clear()
 
 
+def _send(member: _Member, order: Order) -> None:
+    try:
+        member.pipe.send(order)
+    except OSError as error:
+        raise DemoError(member.epitaph()) from error
+
+
 def _receive(member: _Member) -> Answer | Progress:
     try:
         message: Answer | Progress = member.pipe.recv()
@@ -193,10 +201,19 @@ def _receive(member: _Member) -> Answer | Progress:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keep Ctrl-C waiting. A process started meanwhile never sees it: the parent alone decides when it ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _interrupts_held() -> Generator[None, None, None]:
+    """Keep Ctrl-C waiting.
+
+    A process started meanwhile inherits the blocked signal and never sees it: the parent alone decides when it ends.
+    Other threads of the parent do not block it, so its handler waits, too.
+    """
+    held: list[int] = []
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if held and callable(handler):
+            handler(signal.SIGINT, None)

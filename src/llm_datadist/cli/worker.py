@@ -61,7 +61,7 @@ def _carry_out(process: Prefill | Decode, order: Order) -> Answer:
         return Failed(str(error))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent must learn of it
         return Failed(f"{type(error).__name__}: {error}")
 
 

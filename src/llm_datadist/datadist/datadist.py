@@ -243,7 +243,7 @@ class LLMDataDist:
         check_clusters(clusters, timeout)
         utils.check_isinstance("force", force, bool)
         peers = [peer_address(cluster, with_locals=False) for cluster in clusters]
-        return overall(engine.unlink_clusters(peers, int(timeout), bool(force)) if peers else [])
+        return overall(engine.unlink_clusters(peers, int(timeout), force=bool(force)) if peers else [])
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
         """Take another role, or the same one: listen where the options say, or stop listening if they do not.

@@ -1,8 +1,8 @@
 """The caches of this engine: ids, keys, lifetimes, and the view of them that peers get.
 
-Rules (sections 1.3 to 1.6 of the core specification): ids count from 1 and are never used again; key ``i`` of a cache names batch
-entry ``i``; of two registered contiguous caches with one key the older keeps it, of two block caches with one model id the newer
-gets it; an allocated cache lives until it was deallocated *and* its last key is gone.
+Rules (sections 1.3 to 1.6 of the core specification): ids count from 1 and are never used again; key ``i`` of a cache
+names batch entry ``i``; of two registered contiguous caches with one key the older keeps it, of two block caches with
+one model id the newer gets it; an allocated cache lives until it was deallocated *and* its last key is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     U64 = NDArray[np.uint64]
 
-EntryKey = Union[RequestKey, PrefixKey]
+EntryKey = Union[RequestKey, PrefixKey]  # noqa: UP007 - an alias is evaluated, also by Python 3.10
 
 
 class DuplicateKeyError(Exception):
@@ -166,7 +166,9 @@ class Catalogue:
             entry.pins += 1
         released = None
         if entry.owned and not ref.blocks:
-            released = next((key for key, at in entry.keys.items() if at == index and isinstance(key, RequestKey)), None)
+            released = next(
+                (key for key, at in entry.keys.items() if at == index and isinstance(key, RequestKey)), None
+            )
         return entry, index, released
 
     def _resolve(self, ref: messages.KeyRef) -> tuple[CacheEntry, int]:
@@ -215,7 +217,10 @@ class Catalogue:
             return self._doomed(entry)
 
     def deallocate(self, cache_id: int) -> CacheEntry | None:
-        """Give up the hold by id; the cache if that was its last hold, else None (also for unknown and registered ones)."""
+        """Give up the hold by id; the cache if that was its last hold, else None.
+
+        Unknown and registered caches are left alone.
+        """
         with self._lock:
             entry = self._entries.get(cache_id)
             if entry is None or not entry.owned:
@@ -233,7 +238,8 @@ class Catalogue:
     def wait_unpinned_after_hiding(self, entry: CacheEntry, deadline: Deadline) -> bool:
         """Take a cache out of every look-up, then wait until no transfer of this process, or held for a peer, uses it.
 
-        Returns whether that happened in time. Until ``forget``, ``get`` still finds it, so that the caller may try again.
+        Returns whether that happened in time. Until ``forget``, ``get`` still finds it, so that the caller may try
+        again.
         """
         with self._lock:
             entry.hidden = True
@@ -265,13 +271,19 @@ class Catalogue:
         with self._lock:
             if self._snapshot is None or self._snapshot.epoch != self._regions.epoch:
                 keys = [
-                    messages.KeyInfo(cache_id=entry.cache_id, model_id=key.model_id, req_id=key.req_id, batch_index=index)
+                    messages.KeyInfo(
+                        cache_id=entry.cache_id, model_id=key.model_id, req_id=key.req_id, batch_index=index
+                    )
                     for key, (entry, index) in self._keys.items()
                     if isinstance(key, RequestKey)
                 ]
-                keys += [messages.KeyInfo(cache_id=entry.cache_id, model_id=model) for model, entry in self._blocks.items()]
+                keys += [
+                    messages.KeyInfo(cache_id=entry.cache_id, model_id=model) for model, entry in self._blocks.items()
+                ]
                 self._snapshot = messages.Catalogue(
-                    epoch=self._regions.epoch, caches=[info_of(entry) for entry in self._entries.values() if not entry.hidden], keys=keys
+                    epoch=self._regions.epoch,
+                    caches=[info_of(entry) for entry in self._entries.values() if not entry.hidden],
+                    keys=keys,
                 )
             return self._snapshot
 

@@ -1,8 +1,8 @@
 """Links by rank table: every member of a small group calls ``link`` with one table and is then linked with every other.
 
-Of each pair the member with the higher rank connects to the other one, which listens at the address that the table gives it (see
-``ranktable``) and, if it has one, at its own listen address, too. Both wait for each other until ``link_total_time``; then every
-pair is linked, or the group has FAILED.
+Of each pair the member with the higher rank connects to the other one, which listens at the address that the table
+gives it (see ``ranktable``) and, if it has one, at its own listen address, too. Both wait for each other until
+``link_total_time``; then every pair is linked, or the group has FAILED.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class Comms:
     def _expire(self, comm: Comm) -> None:
         if comm.status is MemStatus.PREPARING:
             missing = sorted(set(comm.ranks) - comm.members - {self._core.identity.cluster_id})
-            comm.fail(f"cluster {', '.join(map(str, missing))} did not come within link_total_time ({comm.reason or 'no sign'})")
+            who = ", ".join(map(str, missing))
+            comm.fail(f"cluster {who} did not come within link_total_time ({comm.reason or 'no sign'})")
 
     def status(self, comm_id: int) -> MemStatus:
         """How far a group is. A member that is lost later makes it FAILED.

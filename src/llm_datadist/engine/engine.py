@@ -72,7 +72,7 @@ class Engine:
         return self._links.listen_address
 
     def close(self) -> None:
-        """End all links in good order, then give everything back; idempotent, bounded. Does nothing in a forked child."""
+        """End all links in good order, then give everything back; idempotent, bounded, without effect in a fork."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
@@ -91,7 +91,7 @@ class Engine:
 
     # Caches
 
-    def register(self, spec: CacheSpec, addrs: Sequence[int], keys: Sequence[Key | None], accessible: bool) -> int:
+    def register(self, spec: CacheSpec, addrs: Sequence[int], keys: Sequence[Key | None], *, accessible: bool) -> int:
         """Make the caller's memory a cache; its id.
 
         Raises:
@@ -203,7 +203,10 @@ class Engine:
             raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, operation, "there is no memory pool", hint=hint)
 
     def _take_back(self, entry: CacheEntry, operation: str) -> None:
-        """Hide a cache, then wait until nobody uses its memory any more: this process, requests served, peers' one-sided copies."""
+        """Hide a cache, then wait until nobody uses its memory any more.
+
+        Users are transfers of this process, requests that are served for peers, and peers' one-sided copies.
+        """
         core = self._core
         deadline = Deadline.after(max(_MIN_RELEASE_S, self.options.sync_timeout_ms / 1000) + _MIN_RELEASE_S)
         users: list[str] = []
@@ -285,7 +288,7 @@ class Engine:
         self._check("link_clusters")
         return self._links.link_clusters(peers, timeout_ms)
 
-    def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
+    def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
         """Unlink several clusters at once; one status each, failures are logged with their reason."""
         self._check("unlink_clusters")
         return self._links.unlink_clusters(peers, timeout_ms, force=force)

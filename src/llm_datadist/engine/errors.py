@@ -39,7 +39,10 @@ def failure(
     retryable: bool = False,
     hint: str | None = None,
 ) -> LLMException:
-    """The exception for a failed operation, with the text ``[operation] failed, error code is <code>, <context>.``"""
+    """The exception for a failed operation.
+
+    Its text is ``[operation] failed, error code is <code>, <context>.``, as in the original.
+    """
     advice = f"; {hint}" if hint else ""
     return LLMException(
         f"[{operation}] failed, error code is {code}, {context}{advice}.",
@@ -59,7 +62,7 @@ def invalid(operation: str, context: str, *, peer: int | None = None, hint: str 
 
 
 def transfer_failure(error: Exception, operation: str, peer: int, path: str | None, deadline: Deadline) -> LLMException:
-    """The exception for an error of a path or of the control connection during a transfer."""
+    """The exception for an error of a path, or of the control connection, during a transfer."""
     code, hint, retryable = LLMStatusCode.LLM_FAILED, None, False
     if isinstance(error, (PathTimeoutError, ReplyTimeoutError)) or (
         isinstance(error, ConnectionLostError) and deadline.expired()
@@ -74,5 +77,7 @@ def transfer_failure(error: Exception, operation: str, peer: int, path: str | No
         code = LLMStatusCode.LLM_PARAM_INVALID
     context = f"peer cluster {peer}: {error}"
     if isinstance(error, PathError) and not error.quiescent:
-        context += " (the peer did not confirm that it has stopped writing: do not use the destination until it is unlinked)"
+        context += (
+            " (the peer did not confirm that it has stopped writing: do not use the destination until it is unlinked)"
+        )
     return failure(code, operation, context, peer=peer, path=path, phase="transfer", retryable=retryable, hint=hint)

@@ -1,7 +1,8 @@
 """How a link begins: introduction, live probe of the paths by both sides, confirmation.
 
-The connecting side says ``Hello``; the listening side answers ``Welcome`` or ``Refuse``. Each side then finds its own path to the
-other. ``Confirm`` and its ``Ok`` make the link live on both sides; until then either can still say no and nothing is left behind.
+The connecting side says ``Hello``; the listening side answers ``Welcome`` or ``Refuse``. Each side then finds its own
+path to the other. ``Confirm`` and its ``Ok`` make the link live on both sides; until then either can still say no and
+nothing is left behind.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ class Handshaker:
         session.introduce(link)
         if link.cluster_id != cluster_id:
             log.warn(
-                "the peer at %s is cluster %d, not %d: use its own id to transfer", link.address, link.cluster_id, cluster_id
+                "the peer at %s is cluster %d, not %d: use its own id to transfer",
+                link.address,
+                link.cluster_id,
+                cluster_id,
             )
         path = self._find_path(link, functools.partial(self._open_forward, link, address), deadline)
         if core.options.remote_accessible:
@@ -196,7 +200,10 @@ class Handshaker:
             return
         version = messages.agree_on_version(hello.versions)
         link = Link(
-            Peer(hello.identity, hello.offer), session.channel, secrets.token_bytes(16), text(session.channel.remote_address)
+            Peer(hello.identity, hello.offer),
+            session.channel,
+            secrets.token_bytes(16),
+            text(session.channel.remote_address),
         )
         link.pending_comm = hello.comm
         link.deadline = Deadline.after(min(hello.timeout_ms / 1000, _MAX_LINK_S))
@@ -220,8 +227,9 @@ class Handshaker:
         if hello.remote_accessible != core.options.remote_accessible:
             self._comms.refused(hello.comm, hello.identity.cluster_id, "enable_remote_cache_accessible differs")
             reason = (
-                f"enable_remote_cache_accessible is {hello.remote_accessible} at cluster {hello.identity.cluster_id} and "
-                f"{core.options.remote_accessible} at cluster {core.identity.cluster_id}: it must be the same on both sides"
+                f"enable_remote_cache_accessible is {hello.remote_accessible} at cluster "
+                f"{hello.identity.cluster_id} and {core.options.remote_accessible} at cluster "
+                f"{core.identity.cluster_id}: it must be the same on both sides"
             )
             return refuse(LLMStatusCode.LLM_PARAM_INVALID, reason)
         if hello.comm is not None and not self._comms.expects(hello.comm, hello.identity.cluster_id):

@@ -55,10 +55,8 @@ class LinkReport:
     """What became of every path, the chosen one first."""
 
     def __str__(self) -> str:
-        lines = [
-            f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid}): "
-            f"{self.state.name.lower()}, path {self.path or 'none'}"
-        ]
+        who = f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid})"
+        lines = [f"{who}: {self.state.name.lower()}, path {self.path or 'none'}"]
         for attempt in self.attempts:
             mark = "*" if attempt.chosen else "-"
             hint = f" [{attempt.hint}]" if attempt.hint else ""
@@ -194,9 +192,9 @@ class Link(PeerLink):
 
     def take_arrivals(self, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
         """``count`` data connections that the peer opened; fewer if they do not come in time."""
-        taken = []
+        taken: list[tuple[int, socket.socket]] = []
         with contextlib.suppress(queue.Empty):
-            for _ in range(count):
+            while len(taken) < count:
                 taken.append(self._arrivals.get(timeout=max(deadline.remaining(), 0.001)))
         return taken
 

@@ -79,8 +79,8 @@ class LinkTable:
     def install(self, link: Link, *, prefer_old: bool = False) -> Link | None:
         """Make a link the live one of its cluster; the one that has to go now, if any.
 
-        There can be an older one only where both sides link each other at once. ``prefer_old`` says that the older one, if it leads
-        to the same life of the peer, is the one that both sides keep.
+        There can be an older one only where both sides link each other at once. ``prefer_old`` says that the older
+        one, if it leads to the same life of the peer, is the one that both sides keep.
         """
         with self.changed:
             old = self._links.get(link.cluster_id)
@@ -156,7 +156,9 @@ class LinkTable:
 class Linker:
     """``link_clusters`` and ``unlink_clusters``: several clusters at once, one status each."""
 
-    def __init__(self, table: LinkTable, dial: Dial, end: LinkEnder, workers: Workers, *, hixl: bool, need_local: bool) -> None:
+    def __init__(
+        self, table: LinkTable, dial: Dial, end: LinkEnder, workers: Workers, *, hixl: bool, need_local: bool
+    ) -> None:
         self._table = table
         self._dial = dial
         self._end = end

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 def copy_cache(
     source: CacheEntry, target: CacheEntry, source_batch: int, target_batch: int, offset: int, size: int
 ) -> None:
-    """Copy ``size`` bytes (-1: to the end of the source entry) at ``offset`` of one batch entry to another, in every tensor.
+    """Copy ``size`` bytes (-1: to the end of the source entry) at ``offset`` of a batch entry to another, in all tensors.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, or LLM_FAILED if memory is not mapped.
     """
     if source.spec.num_tensors != target.spec.num_tensors:
-        context = f"numbers of tensors differ: {source.spec.num_tensors} in the source, {target.spec.num_tensors} in the target"
+        context = f"the source has {source.spec.num_tensors} tensors, the target {target.spec.num_tensors}"
         raise invalid("copy_cache", context)
     if size == -1:
         size = source.geometry.stride - offset
@@ -80,7 +80,10 @@ def swap_blocks(
     ids = BlockIds.of([source for source, _ in pairs], [target for _, target in pairs])
     if ids.local is None or ids.remote is None:
         return
-    sides = [plan.Geometry(block_size * entries, entries) for entries in (int(ids.local.max()) + 1, int(ids.remote.max()) + 1)]
+    sides = [
+        plan.Geometry(block_size * entries, entries)
+        for entries in (int(ids.local.max()) + 1, int(ids.remote.max()) + 1)
+    ]
     runs = plan.blocks(sides[0], sides[1], ids.local, ids.remote, into_local=False)
     _copy("swap_blocks", runs, np.array(sources, dtype=np.uint64), np.array(targets, dtype=np.uint64))
 

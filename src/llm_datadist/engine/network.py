@@ -159,7 +159,9 @@ class NetworkLinks(Links):
         if self._core.options.hixl:
             initial = self._core.options.listen
             if address is not None and address != initial:
-                context = f"with the transfer backend hixl the listen address stays {text(initial) if initial else 'unset'}"
+                context = (
+                    f"with the transfer backend hixl the listen address stays {text(initial) if initial else 'unset'}"
+                )
                 raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "switch_role", context, phase="check")
             return
         linked = sorted(link.cluster_id for link in self._core.table.all())

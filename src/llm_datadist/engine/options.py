@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
+from msgspec import Meta
+
+from llm_datadist.engine.errors import invalid
 from llm_datadist.paths.ladder import DEFAULT_ORDER
-from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.utils import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from llm_datadist.status import LLMException
 
 DEFAULT_MAX_ADDRS: Final = 240
 DEFAULT_SYNC_TIMEOUT_MS: Final = 1000
@@ -33,7 +40,7 @@ class EngineOptions:
     """Everything the engine can be told at ``init``."""
 
     remote_accessible: bool = False
-    """One-sided mode: peers find caches in a published catalogue and need nothing from this process. Both peers must agree."""
+    """One-sided mode: peers find caches in a published catalogue. Both peers of a link must agree."""
     sync_timeout_ms: int = DEFAULT_SYNC_TIMEOUT_MS
     listen: tuple[str, int] | None = None
     hixl: bool = False
@@ -77,7 +84,9 @@ class EngineOptions:
             link_total_time_s=reader.number("llm.LinkTotalTime", 0, _INT32_MAX, default=0) or DEFAULT_LINK_TIME_S,
             device_pool=_pool(reader, "llm.MemPoolConfig"),
             host_pool=_pool(reader, "llm.HostMemPoolConfig"),
-            max_registered_addrs=reader.number("llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS),
+            max_registered_addrs=reader.number(
+                "llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS
+            ),
             paths=_paths(reader),
         )
 
@@ -89,13 +98,7 @@ class _Reader:
         self._options = options
 
     def error(self, key: str, wanted: str) -> LLMException:
-        return LLMException(
-            f"[init] failed, error code is {LLMStatusCode.LLM_PARAM_INVALID}, option {key} is "
-            f"{self._options.get(key)!r}, it must be {wanted}.",
-            status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            operation="init",
-            phase="check",
-        )
+        return _refused(key, self._options.get(key), wanted)
 
     def get(self, key: str) -> str | None:
         return self._options.get(key)
@@ -135,6 +138,10 @@ class _Reader:
         return parsed
 
 
+def _refused(key: str, value: str | None, wanted: str) -> LLMException:
+    return invalid("init", f"option {key} is {value!r}, it must be {wanted}")
+
+
 def _listen(reader: _Reader) -> tuple[str, int] | None:
     host = reader.get("llm.ListenIp")
     if host is None:
@@ -143,30 +150,36 @@ def _listen(reader: _Reader) -> tuple[str, int] | None:
     return host, reader.number("llm.ListenPort", 0, _MAX_PORT, default=0)
 
 
+class _PoolConfig(msgspec.Struct, frozen=True):
+    memory_size: Annotated[int, Meta(gt=0, lt=2**62)]
+    page_shift: Annotated[int, Meta(ge=10, le=30)] = 16
+
+
 def _pool(reader: _Reader, key: str) -> PoolOptions | None:
-    config = reader.json_object(key)
-    if config is None:
+    text = reader.get(key)
+    if not text:
         return None
-    wanted = 'a JSON object like {"memory_size": 67108864, "page_shift": 16} with page_shift from 10 to 30 and at least one page'
-    size, shift = config.get("memory_size"), config.get("page_shift", 16)
-    numbers = type(size) is int and type(shift) is int
-    if not numbers or not 10 <= shift < 31 or not 1 << shift <= size < 1 << 62:  # type: ignore[operator]
+    wanted = (
+        'a JSON object like {"memory_size": 67108864, "page_shift": 16}: page_shift from 10 to 30, one page or more'
+    )
+    try:
+        config = msgspec.json.decode(text, type=_PoolConfig)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise reader.error(key, f"{wanted} ({error})") from error
+    if config.memory_size < 1 << config.page_shift:
         raise reader.error(key, wanted)
-    return PoolOptions(size, shift)  # type: ignore[arg-type]
+    return PoolOptions(config.memory_size, config.page_shift)
 
 
 def _paths(reader: _Reader) -> tuple[str, ...]:
-    text = reader.get("llm.Paths")
-    source = "llm.Paths"
+    key, text = "llm.Paths", reader.get("llm.Paths")
     if text is None:
-        text, source = environment.paths() or "auto", "LLM_DATADIST_PATHS"
+        key, text = "LLM_DATADIST_PATHS", environment.paths() or "auto"
     names = tuple(name.strip() for name in text.split(","))
     if names == ("auto",):
         return DEFAULT_ORDER
     if not set(names) <= set(DEFAULT_ORDER) or len(set(names)) != len(names):
-        wanted = f'"auto" or a comma list, in order of preference, of {", ".join(DEFAULT_ORDER)}'
-        message = f"[init] failed, error code is {LLMStatusCode.LLM_PARAM_INVALID}, {source} is {text!r}, it must be {wanted}."
-        raise LLMException(message, status_code=LLMStatusCode.LLM_PARAM_INVALID, operation="init", phase="check")
+        raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(DEFAULT_ORDER)}')
     return names
 
 

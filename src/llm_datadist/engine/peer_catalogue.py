@@ -81,8 +81,8 @@ class PeerCatalogue:
     def find(self, key: Key, *, pull: bool) -> tuple[PeerCache, int]:
         """Cache and batch index that a key names.
 
-        An ``IdKey`` with an id below 1 falls back to a key, as in the original: pulls to the block cache of model 0, pushes to
-        request 0 of model 0.
+        An ``IdKey`` with an id below 1 falls back to a key, as in the original: pulls to the block cache of model 0,
+        pushes to request 0 of model 0.
 
         Raises:
             KeyError: there is none.

@@ -71,9 +71,13 @@ def check_destination(local: CacheEntry, request: PullRequest) -> None:
             window = plan.entry(local.geometry, request.batch_index)
             plan.contiguous(window, window, _pull_size(local, request))
         given = request.src_layers is not None or request.dst_layers is not None
-        tensors = plan.tensor_range("local", local.spec.num_tensors, request.dst_layers, request.tensors_per_layer, given=given)
+        tensors = plan.tensor_range(
+            "local", local.spec.num_tensors, request.dst_layers, request.tensors_per_layer, given=given
+        )
         if request.src_layers is not None and len(request.src_layers) * request.tensors_per_layer != len(tensors):
-            message = f"src_layer_range has {len(request.src_layers)} layers, but {len(tensors)} local tensors take part"
+            message = (
+                f"src_layer_range has {len(request.src_layers)} layers, but {len(tensors)} local tensors take part"
+            )
             raise LayoutError(message)
     except LayoutError as error:
         raise invalid(request.operation, f"{name}: {error}") from error
@@ -122,7 +126,9 @@ def plan_push(local: CacheEntry, remote: PeerCache, batch_index: int, request: P
         _need_blocks(remote)
         stride = remote.geometry.stride
         if request.dst_block_size not in (0, stride):
-            message = f"dst_block_memory_size is {request.dst_block_size}, but the destination's blocks have {stride} bytes"
+            message = (
+                f"dst_block_memory_size is {request.dst_block_size}, but the destination's blocks have {stride} bytes"
+            )
             raise LayoutError(message)
         target = plan.Window(0, 0)
     else:
@@ -187,6 +193,8 @@ def _need_blocks(remote: PeerCache) -> None:
 
 def _spread(runs: Runs, local: CacheEntry, here: range, remote: PeerCache, there: range) -> Spans:
     if len(here) != len(there):
-        message = f"numbers of tensors differ: {len(here)} of local cache {local.cache_id}, {len(there)} of the remote cache"
+        message = (
+            f"numbers of tensors differ: {len(here)} of local cache {local.cache_id}, {len(there)} of the remote cache"
+        )
         raise LayoutError(message)
     return spread(runs, local.addrs[here.start : here.stop], remote.regions[there.start : there.stop])

@@ -41,12 +41,15 @@ class Pools:
         """Addresses of ``count`` tensors of ``size`` bytes.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID without such a pool, LLM_OUT_OF_MEMORY if it is exhausted (nothing is taken then).
+            LLMException: LLM_PARAM_INVALID without such a pool, LLM_OUT_OF_MEMORY if it is exhausted (nothing is
+            taken then).
         """
         pool = self._pools.get(on_device)
         if pool is None:
             option = "mem_pool_cfg" if on_device else "host_mem_pool_cfg"
-            raise invalid("allocate_cache", "there is no memory pool for this placement", hint=f"set LLMConfig.{option}")
+            raise invalid(
+                "allocate_cache", "there is no memory pool for this placement", hint=f"set LLMConfig.{option}"
+            )
         taken: list[int] = []
         try:
             while len(taken) < count:

@@ -1,8 +1,8 @@
 """Rank tables of ``link``: where each member of a group can be reached.
 
-A member is the ``device`` entry whose ``rank_id`` is its rank, wherever it stands in the table. It is reached at the first of
-``host_ip`` of its server, its own ``device_ip``, ``server_id`` of its server that is an IP address and works, on the port of its
-device entry (``device_port``, or ``port``), else on ``DEFAULT_PORT + device_id``.
+A member is the ``device`` entry whose ``rank_id`` is its rank, wherever it stands in the table. It is reached at the
+first of ``host_ip`` of its server, its own ``device_ip``, ``server_id`` of its server that is an IP address and
+works, on the port of its device entry (``device_port``, or ``port``), else on ``DEFAULT_PORT + device_id``.
 """
 
 from __future__ import annotations

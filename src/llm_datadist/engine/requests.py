@@ -79,7 +79,7 @@ class IdKey:
     batch_index: int = 0
 
 
-Key = Union[RequestKey, PrefixKey, BlocksKey, IdKey]
+Key = Union[RequestKey, PrefixKey, BlocksKey, IdKey]  # noqa: UP007 - an alias is evaluated, also by Python 3.10
 
 
 @dataclass(frozen=True, slots=True)

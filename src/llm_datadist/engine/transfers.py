@@ -1,8 +1,9 @@
 """One pull or push, from request to result.
 
-Both are the same in the end: find the two caches, let ``layout`` turn them and the selection into spans, and let the link's path
-move the spans. In remote-accessible mode the remote cache comes from the peer's catalogue, known already or fetched; what turns out
-to be out of date is fetched once more. In message mode the peer looks it up and holds it until the transfer has ended.
+Both are the same in the end: find the two caches, let ``layout`` turn them and the selection into spans, and let the
+link's path move the spans. In remote-accessible mode the remote cache comes from the peer's catalogue, known already
+or fetched; what turns out to be out of date is fetched once more. In message mode the peer looks it up and holds it
+until the transfer has ended.
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ class Transfers:
     def _with_catalogue(
         self, request: Request, key: Key, link: PeerLink, spans: Plan, deadline: Deadline, *, pull: bool
     ) -> None:
-        """Plan with the peer's catalogue; where that fails for what may be old knowledge, fetch it anew and look again, once.
+        """Plan with the peer's catalogue, which may be out of date.
 
-        A catalogue that turns out to be old while the bytes are about to move is fetched as often as that happens.
+        Where planning fails it is fetched anew and looked at again, once. A catalogue that turns out to be old while the
+        bytes are about to move is fetched as often as that happens.
         """
         catalogue = self._asking(request, deadline, lambda: link.catalogue(deadline))
         refreshed = False
@@ -161,7 +163,9 @@ class Transfers:
             remote = peer_cache(found.cache)
             if remote.has_blocks != (request.src_blocks is not None):
                 kind = "a" if remote.has_blocks else "not a"
-                raise invalid(request.operation, f"cache {remote.cache_id} of cluster {request.cluster_id} is {kind} blocks cache")
+                raise invalid(
+                    request.operation, f"cache {remote.cache_id} of cluster {request.cluster_id} is {kind} blocks cache"
+                )
             self._move(request, link, spans(remote, found.batch_index), deadline, 0, pull=True)
             moved = True
         except (LayoutError, ValueError) as error:
@@ -172,7 +176,9 @@ class Transfers:
             if not moved:
                 link.notify(messages.Finish(hold=found.hold, success=False))
         layers, per_layer = request.src_layers, request.tensors_per_layer
-        tensors = range(remote.num_tensors) if layers is None else range(layers.start * per_layer, layers.stop * per_layer)
+        tensors = (
+            range(remote.num_tensors) if layers is None else range(layers.start * per_layer, layers.stop * per_layer)
+        )
         finish = messages.Finish(hold=found.hold, success=True, start=tensors.start, stop=tensors.stop)
         ended = self._asking(request, deadline, lambda: link.request(finish, deadline))
         if not isinstance(ended, messages.Ok):
@@ -196,7 +202,9 @@ class Transfers:
         try:
             self._move(request, link, spans, deadline, 0, pull=False)
         except RegionError as error:
-            raise invalid(request.operation, f"the destination was unregistered: {error}", peer=request.cluster_id) from error
+            raise invalid(
+                request.operation, f"the destination was unregistered: {error}", peer=request.cluster_id
+            ) from error
 
     def _move(
         self, request: Request, link: PeerLink, spans: Spans, deadline: Deadline, epoch: int, *, pull: bool
@@ -238,7 +246,9 @@ def _plan(request: Request, catalogue: PeerCatalogue, key: Key, spans: Plan, *, 
     remote, batch_index = catalogue.find(key, pull=pull)
     if not remote.accessible:
         context = f"cache {remote.cache_id} of cluster {request.cluster_id} is not remote accessible"
-        raise invalid(request.operation, context, peer=request.cluster_id, hint="register it with remote_accessible=True")
+        raise invalid(
+            request.operation, context, peer=request.cluster_id, hint="register it with remote_accessible=True"
+        )
     return spans(remote, batch_index)
 
 

@@ -1,0 +1,1 @@
+"""Pure arithmetic: from geometries and selections to spans of bytes."""

@@ -1,7 +1,7 @@
 """From two geometries and a selection to byte runs. Pure arithmetic: no I/O, no state, no peers.
 
-"Local" is the side of this process, "remote" the peer's; whether bytes flow in or out does not matter here, except that of two
-pairs with the same destination the last one counts, so the caller names the destination side.
+"Local" is the side of this process, "remote" the peer's. Whether bytes flow in or out does not matter here, except that
+of two pairs with the same destination the last one counts, so the caller names the destination side.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def into_blocks(source: Window, destination: Geometry, ids: I64, *, into_local: 
         raise LayoutError(message)
     pieces = -(-source.size // size)
     if len(ids) > pieces:
-        message = f"{len(ids)} blocks given, but the batch entry of {source.size} bytes has {pieces} pieces of {size} bytes"
+        message = (
+            f"{len(ids)} blocks given, but the batch entry of {source.size} bytes has {pieces} pieces of {size} bytes"
+        )
         raise LayoutError(message)
     _check_ids("destination", ids, destination.entries)
     start = np.arange(len(ids), dtype=np.int64) * size
@@ -132,16 +134,16 @@ def last_of_each(ids: I64, entries: int) -> I64 | None:
 
 
 def _check_ids(side: str, ids: I64, entries: int) -> None:
-    if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < entries):
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < entries):
         bad = ids[(ids < 0) | (ids >= entries)][0]
         message = f"{side} block index {int(bad)} is outside [0, {entries})"
         raise LayoutError(message)
 
 
 def tensor_range(side: str, num_tensors: int, layers: range | None, per_layer: int, *, given: bool) -> range:
-    """The tensors of a layer range; without one, all. Layer ``i`` is the tensors ``[i * per_layer, (i + 1) * per_layer)``.
+    """The tensors of a layer range; without one, all.
 
-    ``given`` tells whether layers were selected on any side: then the tensors must divide into layers.
+    Layer ``i`` is the tensors ``[i * per_layer, (i + 1) * per_layer)``. ``given`` tells whether layers were selected on any side: then the tensors must divide into layers.
 
     Raises:
         LayoutError: a range outside the cache, or tensors that do not divide into layers.
@@ -154,7 +156,8 @@ def tensor_range(side: str, num_tensors: int, layers: range | None, per_layer: i
     start, stop = layers.start * per_layer, layers.stop * per_layer
     if start < 0 or stop > num_tensors:
         message = (
-            f"layers [{layers.start}, {layers.stop}) of {per_layer} tensors are outside the {side} cache of {num_tensors} tensors"
+            f"layers [{layers.start}, {layers.stop}) of {per_layer} tensors are outside the {side} cache of "
+            f"{num_tensors} tensors"
         )
         raise LayoutError(message)
     return range(start, stop)

@@ -88,7 +88,8 @@ def merge(local: I64, remote: I64, lengths: I64) -> Runs:
 def spread(runs: Runs, local_bases: U64, remote_regions: U64) -> Spans:
     """The runs in every tensor pair, tensor by tensor.
 
-    ``local_bases`` are the addresses of the local tensors, ``remote_regions`` the regions of their counterparts, pairwise.
+    ``local_bases`` are the addresses of the local tensors, ``remote_regions`` the regions of their counterparts,
+    pairwise.
     """
     tensors, count = len(local_bases), len(runs.lengths)
     local = (local_bases[:, None] + runs.local.astype(np.uint64)[None, :]).reshape(-1)

@@ -1,0 +1,1 @@
+"""Registered memory and the system calls that move it."""

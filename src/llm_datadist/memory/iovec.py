@@ -5,6 +5,7 @@ An iovec array is a C-contiguous ``uint64`` array of shape ``(n, 2)``: address, 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -68,7 +69,7 @@ def share(lengths: I64, parts: int) -> list[tuple[int, int]]:
     total = int(ends[-1]) if len(ends) else 0
     marks = [total * part // parts for part in range(1, parts)]
     cuts = [0, *(int(cut) for cut in np.searchsorted(ends, marks)), len(lengths)]
-    return [(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if a < b]
+    return [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 class Cursor:

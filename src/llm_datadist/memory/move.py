@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     VmCall = Callable[[int, int, int, int], int]
 
 DENIED = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
-"""What the kernel answers where process_vm_* is not allowed: another user, a namespace, seccomp, a non-dumpable process."""
+"""What the kernel answers where process_vm_* is not allowed: another user, a namespace, seccomp, not dumpable."""
 
 
 class MemoryFaultError(Exception):
@@ -77,13 +77,11 @@ def _fault(error: OSError, local: U64, remote: U64, pid: int) -> Exception:
     )
 
 
-def copy(
-    destinations: U64, sources: U64, lengths: I64, checkpoint: Callable[[], object] = lambda: None
-) -> None:
+def copy(destinations: U64, sources: U64, lengths: I64, checkpoint: Callable[[], object] = lambda: None) -> None:
     """Copy spans within this process. Spans of one call must not overlap.
 
-    The kernel copies, so a bad address raises instead of killing the process; where it may not, memmove does. ``checkpoint`` is
-    called now and then and may raise to stop.
+    The kernel copies, so a bad address raises instead of killing the process; where it may not, memmove does.
+    ``checkpoint`` is called now and then and may raise to stop.
 
     Raises:
         MemoryFaultError: part of the memory is not mapped.

@@ -1,11 +1,12 @@
 """Registered memory: a table of regions that every path checks against before it touches a byte.
 
-The table of an engine lives in a sealed memfd. A process on the same host that may read this process's memory maps it and so
-always sees the present state without asking anybody: which regions are live, where they are, and the table's epoch. Nothing
-else in this process learns raw addresses: across the network a span is (region, offset, length).
+The table of an engine lives in a sealed memfd. A process on the same host that may read this process's memory maps it
+and so always sees the present state without asking anybody: which regions are live, where they are, and the table's
+epoch. Nothing else in this process learns raw addresses: across the network a span is (region, offset, length).
 
-Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a region
-(id, base address, size, flags), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used again.
+Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a
+region (id, base address, size, flags), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
+again.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist.utils.deadline import Deadline
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
+
+    from llm_datadist.utils.deadline import Deadline
 
     U64 = NDArray[np.uint64]
     I64 = NDArray[np.int64]
@@ -244,7 +245,10 @@ class RegionView:
 
 
 def distinct(regions: U64) -> U64:
-    """Every region that occurs, once for each run of equal neighbours: few, where spans are ordered tensor by tensor."""
+    """Every region that occurs, once for each run of equal neighbours.
+
+    That is few, where spans are ordered tensor by tensor.
+    """
     heads = np.empty(len(regions), dtype=bool)
     heads[:1] = True
     np.not_equal(regions[1:], regions[:-1], out=heads[1:])
@@ -266,8 +270,7 @@ def check_spans(rows: U64, regions: U64, offsets: I64, lengths: I64) -> U64:
     outside = (offsets < 0) | (lengths < 0) | (offsets > sizes) | (lengths > sizes - offsets)
     if outside.any():
         at = int(np.argmax(outside))
-        message = (
-            f"span {at} (offset {int(offsets[at])}, length {int(lengths[at])}) reaches outside its region of {int(sizes[at])} bytes"
-        )
+        what = f"span {at} (offset {int(offsets[at])}, length {int(lengths[at])})"
+        message = f"{what} reaches outside its region of {int(sizes[at])} bytes"
         raise RegionError(message)
     return rows[:, _BASE] + offsets.astype(np.uint64)

@@ -1,0 +1,1 @@
+"""Sockets, the background thread and worker threads."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import Tuple, Union
+from typing import Union
 
-SockAddr = Union[Tuple[str, int], Tuple[str, int, int, int]]
-Address = Tuple[str, int]
+SockAddr = Union[tuple[str, int], tuple[str, int, int, int]]  # noqa: UP007 - an alias is evaluated, also by Python 3.10
+Address = tuple[str, int]
 
 
 def resolve(address: Address) -> tuple[socket.AddressFamily, SockAddr]:

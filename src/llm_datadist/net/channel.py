@@ -46,8 +46,9 @@ class _Waiter:
 class Channel:
     """One control connection, watched by a loop.
 
-    ``on_message(channel, body, request_id)`` is called on the loop's thread for everything that is not a reply; ``request_id`` is 0
-    for messages that expect none. ``on_close(channel, reason)`` is called once, on the loop's thread.
+    ``on_message(channel, body, request_id)`` is called on the loop's thread for everything that is not a reply;
+    ``request_id`` is 0 for messages that expect none. ``on_close(channel, reason)`` is called once, on the loop's
+    thread.
     """
 
     def __init__(self, sock: socket.socket, loop: Loop) -> None:

@@ -32,8 +32,9 @@ _CLOSE_S: Final = 2.0
 class Listener:
     """Accepts connections on one address and sorts them by their preamble.
 
-    ``on_control(sock)`` and ``on_data(sock, greeting)`` are called on the loop's thread and own the socket from then on. A connection
-    that says nothing for ten seconds is dropped, and of too many such strangers the oldest goes first.
+    ``on_control(sock)`` and ``on_data(sock, greeting)`` are called on the loop's thread and own the socket from then
+    on. A connection that says nothing for ten seconds is dropped, and of too many such strangers the oldest goes
+    first.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Listener:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            self._sock.setblocking(False)
+            self._sock.settimeout(0)
             self._sock.bind(sockaddr)
             self._sock.listen(_BACKLOG)
         except BaseException:
@@ -102,7 +103,7 @@ class Listener:
                 return
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(next(iter(self._strangers)))
-            sock.setblocking(False)
+            sock.settimeout(0)
             self._strangers[sock] = bytearray()
             self._loop.watch(sock, READ, functools.partial(self._greet, sock))
             self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
@@ -142,7 +143,7 @@ class Listener:
     def _hand_over(self, sock: socket.socket) -> None:
         del self._strangers[sock]
         self._loop.unwatch(sock)
-        sock.setblocking(True)
+        sock.settimeout(None)
 
     def _drop(self, sock: socket.socket) -> None:
         if self._strangers.pop(sock, None) is not None:

@@ -1,0 +1,1 @@
+"""The ways in which bytes move between two processes."""

@@ -1,6 +1,7 @@
-"""The interface of all paths. A path moves spans of bytes between this process and one peer; it knows nothing of caches.
+"""The interface of all paths.
 
-To add one: subclass ``Transport``, whose ``connect`` returns a ``Path`` or raises ``PathRejectedError`` with a reason for people.
+A path moves spans of bytes between this process and one peer; it knows nothing of caches. To add one: subclass ``Transport``, whose ``connect`` returns a ``Path`` or raises ``PathRejectedError`` with a reason
+for people.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Path(abc.ABC):
         """Copy the peer's bytes into local memory; they are in place when it returns.
 
         Raises:
-            RegionError: a span is outside registered memory, or (``StaleEpochError``, ``UnknownRegionError``) planned with
+            RegionError: a span is outside registered memory, or (``StaleEpochError``, ``UnknownRegionError``) planned
+            with
                 knowledge that is out of date.
             PathError: anything else.
         """

@@ -60,8 +60,8 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
     errors: list[BaseException] = []
     futures: list[Future[object]] = []
     try:
-        for part in parts[1:]:
-            futures.append(workers.submit(functools.partial(guarded, part)))
+        # Extended one by one: those that have been started are waited for even if the next one cannot be.
+        futures.extend(workers.submit(functools.partial(guarded, part)) for part in parts[1:])
         guarded(parts[0])
     except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
         checkpoint.stop()

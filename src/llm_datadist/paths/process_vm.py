@@ -1,8 +1,9 @@
 """Another process on the same host, any memory: ``process_vm_readv`` and ``process_vm_writev``.
 
-Needs nothing from the peer's interpreter. The peer's region table is mapped from its memfd, so every transfer is checked against
-what is registered at that very moment, and the peer is proved to be the process that introduced itself: same pid namespace, same
-start time, a pidfd that is still alive after the last batch, and a nonce read back by the ladder's probe.
+Needs nothing from the peer's interpreter. The peer's region table is mapped from its memfd, so every transfer is
+checked against what is registered at that very moment, and the peer is proved to be the process that introduced
+itself: same pid namespace, same start time, a pidfd that is still alive after the last batch, and a nonce read back
+by the ladder's probe.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 PARALLEL_BYTES: Final = 1 << 20
 """Below this, handing a part to another thread costs more than it saves."""
 _PTRACE_HINT: Final = (
-    "run both processes as the same user in the same user namespace, or grant CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE), or set "
-    "kernel.yama.ptrace_scope=0"
+    "run both processes as the same user in the same user namespace, or grant CAP_SYS_PTRACE (docker: --cap-add "
+    "SYS_PTRACE), or set kernel.yama.ptrace_scope=0"
 )
 
 
@@ -154,7 +155,7 @@ class ProcessVm(Transport):
             raise PathRejectedError(message)
         if theirs.pid_namespace != ours.pid_namespace:
             message = "the peer is in another pid namespace"
-            hint = "start both containers in one pid namespace (docker: --pid=container:NAME, Kubernetes: shareProcessNamespace)"
+            hint = "share one pid namespace (docker: --pid=container:NAME, Kubernetes: shareProcessNamespace)"
             raise PathRejectedError(message, hint)
         try:
             pidfd = os.pidfd_open(theirs.pid)

@@ -1,4 +1,7 @@
-"""Any peer that can be reached over TCP: persistent data connections, bytes straight between sockets and registered memory."""
+"""Any peer that can be reached over TCP: persistent data connections.
+
+Bytes go straight between sockets and registered memory, without staging copies.
+"""
 
 from __future__ import annotations
 

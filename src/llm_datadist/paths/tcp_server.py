@@ -70,7 +70,7 @@ class DataServer:
         self._loop.call_soon(lambda: self._watch((token, number), served))
 
     def give_up(self, token: bytes, numbers: list[int] | None, then: Callable[[], object]) -> None:
-        """Close connections of a link (all of them for None) and call ``then`` when no request on them runs any more."""
+        """Close connections of a link (None: all) and call ``then`` when no request on them runs any more."""
         with self._lock:
             keys = [key for key in self._served if key[0] == token and (numbers is None or key[1] in numbers)]
             ending = [self._served.pop(key) for key in keys]
@@ -190,7 +190,9 @@ class DataServer:
             log.error("a data request failed, %s", error)
             raise
 
-    def _refuse(self, sock: socket.socket, request: Request, result: Result, error: Exception, deadline: Deadline) -> None:
+    def _refuse(
+        self, sock: socket.socket, request: Request, result: Result, error: Exception, deadline: Deadline
+    ) -> None:
         reason = str(error).encode()[:MAX_REASON]
         if request.op is Op.WRITE:
             tcp_stream.discard(sock, request.total, deadline)

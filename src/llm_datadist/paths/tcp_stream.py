@@ -1,6 +1,7 @@
 """Vectored, blocking transfer between a socket and memory, with the deadline enforced by the kernel.
 
-One ``sendmsg`` or ``recvmsg`` moves up to 1024 memory ranges without a copy in between and without the interpreter lock.
+One ``sendmsg`` or ``recvmsg`` moves up to 1024 memory ranges without a copy in between and without the interpreter
+lock.
 """
 
 from __future__ import annotations

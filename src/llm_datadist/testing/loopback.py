@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def loopback() -> Iterator[None]:
     """While this is active, an ``LLMDataDist`` that is initialised makes its links to itself.
 
-    ``link_clusters`` and ``link`` succeed at once for every cluster id and any address, nothing listens, and a transfer to or from a
-    linked cluster finds this process's own caches. Everything else (checks, statuses, bytes) is the real thing, so code that drives
-    this library can be tested alone and in one process.
+    ``link_clusters`` and ``link`` succeed at once for every cluster id and any address, nothing listens, and a
+    transfer to or from a linked cluster finds this process's own caches. Everything else (checks, statuses, bytes) is
+    the real thing, so code that drives this library can be tested alone and in one process.
 
     Example::
 

@@ -25,7 +25,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-def check_isinstance(  # noqa: PLR0913, PLR0917 - the original's signature
+def check_isinstance(
     name: str,
     value: object,
     classes: Classes,

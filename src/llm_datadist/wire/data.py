@@ -1,8 +1,9 @@
 """Requests and replies on data connections: fixed headers and binary span tables. Sans-I/O.
 
-A data connection carries one request at a time. Request: header, then the span table (``region``, ``offset``, ``length``, three
-``uint64`` a span), then for a write the bytes of all spans in order. Reply: header, then a reason in UTF-8 if it was refused, else
-for a read the bytes. A write is answered only after its last byte is in place. Integers are little-endian.
+A data connection carries one request at a time. Request: header, then the span table (``region``, ``offset``,
+``length``, three ``uint64`` a span), then for a write the bytes of all spans in order. Reply: header, then a reason
+in UTF-8 if it was refused, else for a read the bytes. A write is answered only after its last byte is in place.
+Integers are little-endian.
 """
 
 from __future__ import annotations

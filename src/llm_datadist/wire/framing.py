@@ -1,8 +1,8 @@
 """Bytes on a connection: an 8-byte preamble, then length-prefixed frames. Sans-I/O.
 
-Preamble: ``b"LLMD"``, kind (``C`` control, ``D`` data), format, two zero bytes. A stranger (HTTP, garbage) is thus known from its
-first bytes. Control frames: ``uint32`` length (network order), then that many bytes of msgpack. Nothing longer than the limit in
-force is ever buffered.
+Preamble: ``b"LLMD"``, kind (``C`` control, ``D`` data), format, two zero bytes. A stranger (HTTP, garbage) is thus
+known from its first bytes. Control frames: ``uint32`` length (network order), then that many bytes of msgpack.
+Nothing longer than the limit in force is ever buffered.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Every message travels in an ``Envelope``. A request carries an id that its reply
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Optional, Union
+from typing import Annotated, Final, Union
 
 import msgspec
 from msgspec import Meta, Struct
@@ -59,7 +59,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     timeout_ms: U32
     """How long this side will wait for the link."""
     offer: Offer
-    comm: Optional[Name] = None
+    comm: Name | None = None
     """Name of the rank-table link that this connection is for."""
 
 
@@ -105,11 +105,11 @@ class CacheInfo(Struct, frozen=True, kw_only=True):
 
 
 class KeyInfo(Struct, frozen=True, kw_only=True):
-    """A request key (model, request) of batch entry ``batch_index``, or with ``req_id`` None the blocks key of the model."""
+    """The key of batch entry ``batch_index``, or, with ``req_id`` None, the blocks key of the model."""
 
     cache_id: I64
     model_id: U64
-    req_id: Optional[U64] = None
+    req_id: U64 | None = None
     batch_index: U32 = 0
 
 
@@ -129,9 +129,9 @@ class KeyRef(Struct, frozen=True, kw_only=True):
     """The source of a pull in message mode; exactly one of the three ways to name it."""
 
     model_id: U64 = 0
-    req_id: Optional[U64] = None
-    prefix_id: Optional[U64] = None
-    cache_id: Optional[I64] = None
+    req_id: U64 | None = None
+    prefix_id: U64 | None = None
+    cache_id: I64 | None = None
     batch_index: U32 = 0
     blocks: bool = False
 
@@ -152,7 +152,7 @@ class Found(Struct, frozen=True, kw_only=True, tag="found"):
 
 
 class Finish(Struct, frozen=True, kw_only=True, tag="finish"):
-    """End of a transfer that began with ``Lookup``; with success, the tensors ``[start, stop)`` of the source were copied."""
+    """End of a transfer that began with ``Lookup``; on success the source's tensors ``[start, stop)`` were copied."""
 
     hold: U64
     success: bool
@@ -209,7 +209,7 @@ class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
     reason: Text = ""
 
 
-Body = Union[
+Body = Union[  # noqa: UP007 - an alias is evaluated, also by Python 3.10
     Hello,
     Welcome,
     Refuse,

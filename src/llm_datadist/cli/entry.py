@@ -1,0 +1,26 @@
+"""Entry point of the command ``llm-datadist``."""
+
+from __future__ import annotations
+
+import sys
+
+_EXTRA = frozenset({"typer", "rich"})
+
+
+def main() -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: always, with the exit code: 0 success, 1 failure, 2 wrong usage or the extra ``cli`` is not
+            installed, 130 interrupted.
+    """
+    try:
+        from llm_datadist.cli.app import app  # noqa: PLC0415 - the library works without the packages this needs
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        sys.stderr.write(f"llm-datadist needs the package {error.name}: run pip install 'llm-datadist[cli]'\n")
+        raise SystemExit(2) from None
+    app()

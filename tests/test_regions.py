@@ -1,0 +1,410 @@
+"""The region table: ids, leases, epochs, bounds, and what peers see of it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_datadist.memory.regions import (
+    CAPACITY,
+    MAGIC,
+    NONCE_BYTES,
+    ROW_BYTES,
+    RegionError,
+    RegionTable,
+    RegionView,
+    UnknownRegionError,
+    check_spans,
+    distinct,
+)
+from llm_datadist.utils.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    U64 = NDArray[np.uint64]
+    I64 = NDArray[np.int64]
+
+WAIT_S = 10.0
+
+
+def u64(*values: int) -> U64:
+    return np.array(values, dtype=np.uint64)
+
+
+def i64(*values: int) -> I64:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.fixture
+def table() -> Iterator[RegionTable]:
+    made = RegionTable()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(table: RegionTable) -> Iterator[RegionView]:
+    """The table as another process sees it: mapped from its file."""
+    seen = RegionView.of_file(f"/proc/self/fd/{table.fd}")
+    yield seen
+    seen.close()
+
+
+# Ids
+
+
+def test_an_id_is_never_used_again_though_its_slot_is(table: RegionTable) -> None:
+    seen = {table.probe_region}
+    slots = set()
+    for _ in range(500):
+        region = table.add(0x1000, 16)
+        assert region > max(seen)
+        seen.add(region)
+        slots.add(region & 0xFFFF)
+        table.remove([region])
+    assert len(slots) == 1
+    assert 0 not in seen
+
+
+def test_the_same_memory_twice_is_two_regions(table: RegionTable, view: RegionView) -> None:
+    first, second = table.add(0x1000, 16), table.add(0x1000, 16)
+    assert first != second
+    table.remove([first])
+    assert view.addresses(u64(second), i64(4), i64(12)).tolist() == [0x1004]
+    with pytest.raises(UnknownRegionError):
+        view.addresses(u64(first), i64(4), i64(12))
+
+
+def test_the_old_id_of_a_slot_stays_dead(table: RegionTable, view: RegionView) -> None:
+    old = table.add(0x1000, 16)
+    table.remove([old])
+    new = table.add(0x2000, 16)
+    assert old & 0xFFFF == new & 0xFFFF
+    table.remove([old])
+    assert view.still_live(u64(new))
+    assert not view.still_live(u64(new, old))
+    with pytest.raises(UnknownRegionError, match=f"region {old:#x} is not registered"):
+        view.addresses(u64(new, old), i64(0, 0), i64(1, 1))
+    with pytest.raises(UnknownRegionError), table.lease(u64(old)):
+        pass
+
+
+@pytest.mark.parametrize("nobody", [0, 1, 1 << 16, MAGIC, 2**64 - 1, 77 << 16 | 3])
+def test_ids_that_were_never_given(table: RegionTable, view: RegionView, nobody: int) -> None:
+    table.remove([nobody])
+    assert view.still_live(u64(table.probe_region))
+    with pytest.raises(UnknownRegionError):
+        view.addresses(u64(nobody), i64(0), i64(0))
+    with pytest.raises(UnknownRegionError), table.lease(u64(nobody)):
+        pass
+
+
+def test_the_table_is_full_once_and_usable_afterwards(table: RegionTable, view: RegionView) -> None:
+    added = [table.add(n << 12, 4096) for n in range(CAPACITY - 2)]
+    assert len({region & 0xFFFF for region in added}) == CAPACITY - 2
+    for _ in range(2):
+        with pytest.raises(RegionError, match=f"all {CAPACITY - 1} region slots .* unregister caches first"):
+            table.add(0x1000, 16)
+    assert int(view.addresses(u64(added[-1]), i64(1), i64(1))[0]) == ((CAPACITY - 3) << 12) + 1
+    table.remove([added[5], added[7]])
+    for _ in range(2):
+        assert table.add(0x1000, 16) not in added
+    with pytest.raises(RegionError):
+        table.add(0x1000, 16)
+
+
+# Epochs
+
+
+def test_only_changes_that_make_earlier_knowledge_wrong_move_the_epoch(table: RegionTable, view: RegionView) -> None:
+    before = table.epoch
+    assert before >= 1  # 0 means "do not check"
+    region = table.add(0x1000, 16)
+    with table.lease(u64(region)):
+        assert table.epoch == view.epoch == before
+    table.remove([region])
+    assert table.epoch == view.epoch == before + 1
+    assert table.invalidate() == before + 2
+    assert table.epoch == view.epoch == before + 2
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(0, 101), (100, 1), (101, 0), (-1, 1), (0, -1), (1, 100), (50, 2**63 - 1), (2**63 - 1, 1), (-(2**63), 0)],
+)
+def test_spans_outside_their_region(table: RegionTable, view: RegionView, offset: int, length: int) -> None:
+    region = table.add(0x1000, 100)
+    spans = u64(region, region), i64(0, offset), i64(100, length)
+    with pytest.raises(
+        RegionError, match=rf"span 1 \(offset {offset}, length {length}\) .* region of 100 bytes"
+    ) as caught:
+        view.addresses(*spans)
+    assert type(caught.value) is RegionError
+    with pytest.raises(RegionError):
+        RegionView(table.rows).addresses(*spans)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    base=st.integers(0, 2**62),
+    size=st.integers(0, 2**62),
+    offsets=st.lists(
+        st.tuples(
+            st.one_of(st.integers(-3, 20), st.integers(-(2**63), 2**63 - 1)),
+            st.one_of(st.integers(-3, 20), st.integers(-(2**63), 2**63 - 1)),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    tight=st.booleans(),
+)
+def test_bounds_are_those_of_whole_numbers(base: int, size: int, offsets: list[tuple[int, int]], tight: bool) -> None:
+    if tight:  # spans around the end of the region
+        offsets = [(max(0, size - offset % 20), length % 20) for offset, length in offsets]
+    rows = np.array([(9, base, size, 0)] * len(offsets), dtype=np.uint64)
+    spans = u64(*[9] * len(offsets)), i64(*(offset for offset, _ in offsets)), i64(*(length for _, length in offsets))
+    if all(offset >= 0 and length >= 0 and offset + length <= size for offset, length in offsets):
+        assert check_spans(rows, *spans).tolist() == [base + offset for offset, _ in offsets]
+    else:
+        with pytest.raises(RegionError):
+            check_spans(rows, *spans)
+
+
+def test_many_spans_in_several_regions(table: RegionTable, view: RegionView) -> None:
+    bases = [2**40 + n * 2**33 for n in range(50)]
+    ids = [table.add(base, 2**33) for base in bases]
+    offsets = [2**32 + 8 * n for n in range(50)]
+    assert view.addresses(u64(*ids), i64(*offsets), i64(*[4096] * 50)).tolist() == [
+        base + offset for base, offset in zip(bases, offsets, strict=True)
+    ]
+
+
+def test_no_spans(view: RegionView) -> None:
+    assert len(view.addresses(u64(), i64(), i64())) == 0
+    assert view.still_live(u64())
+
+
+# find
+
+
+def test_find_tells_region_and_offset(table: RegionTable) -> None:
+    region = table.add(0x10_0000, 4096)
+    other = table.add(0x20_0000, 2**40)
+    assert table.find(0x10_0000, 4096) == (region, 0)
+    assert table.find(0x10_0FFF, 1) == (region, 4095)
+    assert table.find(0x20_0000 + 2**39, 2**39) == (other, 2**39)
+
+
+@pytest.mark.parametrize(
+    ("address", "size"),
+    [
+        (0x10_0000, 4097),
+        (0x0F_FFFF, 2),
+        (0x10_1000, 1),
+        (0, 1),
+        (0x10_0000, 2**62),
+        (2**64 - 1, 1),
+        (2**64 - 1, 2),
+        (2**64 - 8, 2**63),
+        (0x10_0000, 2**64 - 0x10_0000 + 8),
+    ],
+)
+def test_find_knows_no_region_that_holds_it_all(table: RegionTable, address: int, size: int) -> None:
+    table.add(0x10_0000, 4096)
+    table.add(0x10_2000, 4096)
+    assert table.find(address, size) is None
+
+
+def test_find_needs_one_region_for_all_and_a_live_one(table: RegionTable) -> None:
+    first, second = table.add(0x10_0000, 4096), table.add(0x10_1000, 4096)
+    assert table.find(0x10_0800, 4096) is None
+    table.remove([first])
+    assert table.find(0x10_0000, 8) is None
+    assert table.find(0x10_1000, 8) == (second, 0)
+
+
+# Leases
+
+
+def test_wait_unused_waits_for_the_last_lease(table: RegionTable) -> None:
+    used, idle = table.add(0x1000, 16), table.add(0x2000, 16)
+    assert table.wait_unused([used, idle], Deadline.after(0))
+    with table.lease(u64(used, used)), table.lease(u64(used)):
+        assert not table.wait_unused([used], Deadline.after(0))
+        assert not table.wait_unused([idle, used], Deadline.after(0.01))
+        assert table.wait_unused([idle], Deadline.after(WAIT_S))
+        table.remove([used])
+        assert not table.wait_unused([used], Deadline.after(0))
+    assert table.wait_unused([used], Deadline.after(0))
+
+
+def test_wait_unused_wakes_when_the_lease_ends(table: RegionTable) -> None:
+    region = table.add(0x1000, 16)
+    held, let_go = threading.Event(), threading.Event()
+
+    def use() -> None:
+        with table.lease(u64(region)):
+            held.set()
+            let_go.wait(WAIT_S)
+
+    user = threading.Thread(target=use)
+    user.start()
+    assert held.wait(WAIT_S)
+    results: list[bool] = []
+    waiter = threading.Thread(target=lambda: results.append(table.wait_unused([region], Deadline.after(WAIT_S))))
+    waiter.start()
+    let_go.set()
+    waiter.join(WAIT_S)
+    user.join(WAIT_S)
+    assert results == [True]
+
+
+def test_a_lease_ends_with_an_error_too(table: RegionTable) -> None:
+    region = table.add(0x1000, 16)
+    with pytest.raises(KeyError), table.lease(u64(region)):
+        raise KeyError
+    assert table.wait_unused([region], Deadline.after(0))
+
+
+def test_a_lease_of_a_dead_region_holds_none_of_the_others(table: RegionTable) -> None:
+    live, dead = table.add(0x1000, 16), table.add(0x2000, 16)
+    table.remove([dead])
+    with pytest.raises(UnknownRegionError, match=f"{dead:#x}"), table.lease(u64(live, dead)):
+        pass
+    assert table.wait_unused([live], Deadline.after(0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.sampled_from([3, 7, 2**64 - 1]), max_size=9))
+def test_distinct_names_each_stretch_once(ids: list[int]) -> None:
+    stretches = [each for n, each in enumerate(ids) if n == 0 or ids[n - 1] != each]
+    assert distinct(u64(*ids)).tolist() == stretches
+
+
+# The probe, and views
+
+
+def test_the_nonce_is_what_the_probe_region_holds(table: RegionTable, view: RegionView) -> None:
+    (address,) = view.addresses(u64(table.probe_region), i64(0), i64(NONCE_BYTES)).tolist()
+    assert ctypes.string_at(address, NONCE_BYTES) == table.nonce
+    other = RegionTable()
+    assert other.nonce != table.nonce
+    other.close()
+
+
+def test_a_view_sees_changes_at_once_and_cannot_make_any(table: RegionTable, view: RegionView) -> None:
+    assert view.alive
+    region = table.add(0x1000, 16)
+    assert view.still_live(u64(region))
+    table.remove([region])
+    assert not view.still_live(u64(region))
+    with pytest.raises(ValueError, match="read-only"):
+        view._rows[0, 0] = 1
+
+
+def test_another_process_sees_the_table(table: RegionTable) -> None:
+    region = table.add(0x1000, 16)
+    code = (
+        "import sys, numpy as np\n"
+        "from llm_datadist.memory.regions import RegionView\n"
+        "view = RegionView.of_file(sys.argv[1])\n"
+        "at = view.addresses(np.array([int(sys.argv[2])], dtype=np.uint64), np.array([8]), np.array([8]))\n"
+        "print(view.alive, view.epoch, hex(int(at[0])))\n"
+    )
+    argv = [sys.executable, "-c", code, f"/proc/{os.getpid()}/fd/{table.fd}", str(region)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["True", str(table.epoch), "0x1008"], done.stderr
+
+
+def test_close_is_the_end_for_everybody(table: RegionTable, view: RegionView) -> None:
+    region, same_process = table.add(0x1000, 16), RegionView(table.rows)
+    fd = table.fd
+    table.close()
+    table.close()
+    assert not view.alive
+    assert not same_process.alive
+    assert not view.still_live(u64(region))
+    with pytest.raises(UnknownRegionError):
+        view.addresses(u64(region), i64(0), i64(1))
+    with pytest.raises(UnknownRegionError), table.lease(u64(region)):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_close_of_a_view_is_idempotent_and_nothing_is_live_in_it(table: RegionTable) -> None:
+    seen = RegionView.of_file(f"/proc/self/fd/{table.fd}")
+    region = table.add(0x1000, 16)
+    seen.close()
+    seen.close()
+    assert not seen.alive
+    assert not seen.still_live(u64(region))
+    with pytest.raises(UnknownRegionError):
+        seen.addresses(u64(region), i64(0), i64(1))
+
+
+def test_a_view_outlives_the_descriptor_it_came_from(table: RegionTable, view: RegionView) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    more = [RegionView.of_file(f"/proc/self/fd/{table.fd}") for _ in range(10)]
+    for each in more:
+        each.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert view.alive
+
+
+def test_files_that_are_not_a_table(tmp_path: Path) -> None:
+    for name, content in (("empty", b""), ("short", b"x" * 4096), ("zeros", bytes(CAPACITY * ROW_BYTES))):
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(RegionError, match=f"{name} is not a region table"):
+            RegionView.of_file(str(path))
+    with pytest.raises(FileNotFoundError):
+        RegionView.of_file(str(tmp_path / "missing"))
+
+
+def test_the_file_cannot_be_cut_under_a_peer(table: RegionTable) -> None:
+    assert ROW_BYTES * CAPACITY == os.fstat(table.fd).st_size
+    for size in (0, 4096, 2 * CAPACITY * ROW_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(table.fd, size)
+    with mmap.mmap(table.fd, CAPACITY * ROW_BYTES, prot=mmap.PROT_READ) as mapped:
+        assert int.from_bytes(mapped[:8], "little") == MAGIC
+
+
+def test_threads_add_and_remove_at_the_same_time(table: RegionTable) -> None:
+    def churn(seen: list[int]) -> None:
+        for _ in range(300):
+            mine = [table.add(0x1000, 16) for _ in range(3)]
+            seen.extend(mine)
+            with table.lease(u64(*mine)):
+                pass
+            table.remove(mine)
+
+    lists: list[list[int]] = [[] for _ in range(4)]
+    threads = [threading.Thread(target=churn, args=(seen,)) for seen in lists]
+    before = table.epoch
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    everything = [region for seen in lists for region in seen]
+    assert len(everything) == len(set(everything)) == 3600
+    assert table.epoch == before + 1200

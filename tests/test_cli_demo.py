@@ -23,7 +23,9 @@ from llm_datadist.cli.plan import Operation, PathName, Plan, Role
 from llm_datadist.cli.team import DemoError, Limits, started_team
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
+
+    from llm_datadist.cli.team import Team
 
 MODULE = (sys.executable, "-m", "llm_datadist.cli")
 WAIT_S = 100
@@ -48,7 +50,7 @@ def run(*arguments: str, command: Sequence[str] = MODULE) -> subprocess.Complete
 
 
 @contextlib.contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def running(*arguments: str) -> Generator[subprocess.Popen[str], None, None]:
     """The demo in a process group of its own, killed when a test waits for too long."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -98,6 +100,14 @@ def wait_gone(pids: dict[str, int]) -> None:
     while any(map(is_running, pids.values())):
         assert time.monotonic() < end, f"still running: {pids}"
         time.sleep(0.02)
+
+
+def stop_process(team: Team, role: Role) -> int:
+    """Make a process hang; its id."""
+    pid = team.pid(role)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    return pid
 
 
 def table_rows(output: str) -> dict[str, tuple[str, int, int]]:
@@ -214,19 +224,45 @@ def test_children_do_not_outlive_a_killed_parent() -> None:
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        (Limits(silence_s=0.5, total_s=60), "no sign of life for 0 s from: decode"),
-        (Limits(silence_s=60, total_s=0.5), "not finished after 0 s, still waiting for: decode"),
+        (Limits(silence_s=0.5, total_s=60), "no sign of life for 0.5 s from: decode"),
+        (Limits(silence_s=60, total_s=0.5), "not finished after 0.5 s, still waiting for: decode"),
     ],
 )
 def test_stuck_child(limits: Limits, reason: str) -> None:
-    pid = None
-    with pytest.raises(DemoError, match=reason), started_team(PLAN, limits, lambda _: None) as team:
-        pid = team.pid(Role.DECODE)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        team.ask(Role.DECODE, Prepare(), Done)
-    assert pid is not None
-    assert not is_running(pid)
+    stopped: list[int] = []
+
+    def wait_for_a_stopped_process() -> None:
+        with started_team(PLAN, limits, lambda _: None) as team:
+            stopped.append(stop_process(team, Role.DECODE))
+            team.ask(Role.DECODE, Prepare(), Done)
+
+    with pytest.raises(DemoError, match=reason):
+        wait_for_a_stopped_process()
+    assert not is_running(stopped[0])
+
+
+def test_child_that_does_not_finalize() -> None:
+    stopped: list[int] = []
+
+    def end_with_a_stopped_process() -> None:
+        with started_team(PLAN, Limits(silence_s=60, total_s=60, stop_s=0.5), lambda _: None) as team:
+            team.ask_all({Role.PREFILL: Prepare(), Role.DECODE: Prepare()})
+            stopped.append(stop_process(team, Role.PREFILL))
+
+    with pytest.raises(DemoError, match=r"^the prefill process did not finalize within 0\.5 s$"):
+        end_with_a_stopped_process()
+    assert not is_running(stopped[0])
+
+
+def test_end_of_the_process_that_nobody_waits_for() -> None:
+    def wait_for_the_other_one() -> None:
+        with started_team(PLAN, Limits(silence_s=60, total_s=60), lambda _: None) as team:
+            stop_process(team, Role.DECODE)
+            os.kill(stop_process(team, Role.PREFILL), signal.SIGKILL)
+            team.ask(Role.DECODE, Prepare(), Done)
+
+    with pytest.raises(DemoError, match="the prefill process was killed by SIGKILL"):
+        wait_for_the_other_one()
 
 
 def test_failing_child_tells_why() -> None:
@@ -263,7 +299,7 @@ def test_all_rows_verified(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert judged(monkeypatch, *(demo.Row(operation, MOVED, GOOD) for operation in Operation)) == 0
     captured = capsys.readouterr()
     assert table_rows(captured.out) == all_verified("tcp", 8)
-    assert captured.err == ""
+    assert not captured.err
 
 
 def test_mismatch_fails_and_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,6 +322,13 @@ def test_failure_prints_the_table_so_far(monkeypatch: pytest.MonkeyPatch, capsys
     assert table_rows(captured.out) == {"pull_blocks": ("tcp", 8, 8)}
     assert re.search(r"push_blocks .* failed", captured.out)
     assert captured.err == "llm-datadist demo: push_blocks: [push_blocks] failed\n"
+
+
+def test_failure_at_the_end_blames_no_operation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert judged(monkeypatch, demo.Row(Operation.PULL_CACHE, MOVED, GOOD), error="it did not finalize") == 1
+    assert capsys.readouterr().err == "llm-datadist demo: it did not finalize\n"
 
 
 def test_memory_check(tmp_path: Path) -> None:

@@ -179,10 +179,9 @@ def test_one_wrong_byte_is_found() -> None:
     tensors[2][4, 1000] ^= 1
     found = verdict(tensors)
     assert (found.blocks_ok, found.blocks_total) == (23, 24)
-    assert found.problems == (
-        "block 4 of tensor 2 of the kv cache does not hold the bytes of block 5 of the prefill process"
-        " (1 wrong blocks in this cache)",
-    )
+    (problem,) = found.problems
+    assert problem.startswith("block 4 of tensor 2 of the kv cache does not hold the bytes of block 5 of the prefill")
+    assert problem.endswith("(1 wrong blocks in this cache)")
 
 
 def test_block_that_never_arrived_is_found() -> None:

@@ -61,7 +61,8 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
             conduct(team, show, rows)
     except DemoError as error:
         _print_table(out, rows)
-        _print_problem(err, f"{rows[-1].operation.value}: {error}" if rows else str(error))
+        during = f"{rows[-1].operation.value}: " if rows and rows[-1].verified is None else ""
+        _print_problem(err, f"{during}{error}")
         return 1
     except KeyboardInterrupt:
         _print_problem(err, "interrupted")

@@ -16,6 +16,8 @@ def main() -> None:
     """
     try:
         from llm_datadist.cli.app import app  # noqa: PLC0415 - the library works without the packages this needs
+
+        app()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
@@ -23,4 +25,3 @@ def main() -> None:
             raise
         sys.stderr.write(f"llm-datadist needs the package {error.name}: run pip install 'llm-datadist[cli]'\n")
         raise SystemExit(2) from None
-    app()

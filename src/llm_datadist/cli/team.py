@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from llm_datadist.cli.plan import Plan
 
 T = TypeVar("T")
-_STOP_S: Final = 10.0
 _KILL_S: Final = 10.0
 
 
@@ -38,6 +37,8 @@ class Limits:
     """For any sign of life of a process that works."""
     total_s: float
     """For everything together."""
+    stop_s: float = 10.0
+    """For each process to finalize once told to stop."""
 
     @classmethod
     def for_plan(cls, plan: Plan) -> Limits:
@@ -143,14 +144,8 @@ class Team:
             _send(self._members[role], order)
         waiting = {self._members[role].pipe: self._members[role] for role in orders}
         answers: dict[Role, Answer] = {}
-        heard = time.monotonic()
         while waiting:
-            now = time.monotonic()
-            ready = connection.wait(list(waiting), max(0.0, min(heard + self._limits.silence_s, self._end) - now))
-            if not ready:
-                raise DemoError(self._overdue(list(waiting.values())))
-            heard = time.monotonic()
-            for member in [each for each in waiting.values() if each.pipe in ready]:
+            for member in self._heard_from(list(waiting.values())):
                 message = _receive(member)
                 if isinstance(message, Progress):
                     self._on_progress(message.bytes_done)
@@ -159,27 +154,58 @@ class Team:
                     del waiting[member.pipe]
         return answers
 
+    def _heard_from(self, waiting: list[_Member]) -> list[_Member]:
+        """Those of the members that have something to say; a process that nobody waits for must not end either."""
+        others = [member for member in self._members.values() if member not in waiting]
+        heard: list[object] = []
+        patience = min(self._limits.silence_s, self._end - time.monotonic())
+        if patience > 0:
+            ends = [member.process.sentinel for member in others]
+            heard = connection.wait([*(member.pipe for member in waiting), *ends], patience)
+        if not heard:
+            raise DemoError(self._overdue(waiting))
+        for member in others:
+            if member.process.sentinel in heard:
+                raise DemoError(member.epitaph())
+        return [member for member in waiting if member.pipe in heard]
+
     def _overdue(self, members: list[_Member]) -> str:
         names = " and ".join(member.role.value for member in members)
         if time.monotonic() >= self._end:
-            return f"not finished after {self._limits.total_s:.0f} s, still waiting for: {names}"
-        return f"no sign of life for {self._limits.silence_s:.0f} s from: {names}"
+            return f"not finished after {self._limits.total_s:g} s, still waiting for: {names}"
+        return f"no sign of life for {self._limits.silence_s:g} s from: {names}"
 
     def stop(self, *, orderly: bool) -> None:
-        """End them: give them time to finalize, or not; an interrupt comes before or after."""
+        """End them: give them time to finalize, or not; an interrupt comes before or after.
+
+        Raises:
+            DemoError: one did not end by itself although it was given time.
+        """
+        problems: list[str] = []
         with _interrupts_held():
             if orderly:
-                for member in self._members.values():
-                    with contextlib.suppress(OSError):
-                        member.pipe.send(Stop())
-                for member in self._members.values():
-                    member.process.join(_STOP_S)
+                problems = self._finalize()
             for member in self._members.values():
                 member.process.kill()
             for member in self._members.values():
                 member.process.join(_KILL_S)
                 member.pipe.close()
             self._members.clear()
+        if problems:
+            raise DemoError("; ".join(problems))
+
+    def _finalize(self) -> list[str]:
+        for member in self._members.values():
+            with contextlib.suppress(OSError):
+                member.pipe.send(Stop())
+        problems = []
+        for member in self._members.values():
+            member.process.join(self._limits.stop_s)
+            if member.process.exitcode is None:
+                problems.append(f"the {member.role.value} process did not finalize within {self._limits.stop_s:g} s")
+            elif member.process.exitcode:
+                problems.append(member.epitaph())
+        return problems
 
 
 def _send(member: _Member, order: Order) -> None:

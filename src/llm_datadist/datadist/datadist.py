@@ -363,7 +363,7 @@ def _shutdown_handler() -> None:
     for instance in _instances.all():
         try:
             instance.finalize()
-        except LLMException as error:  # noqa: PERF203 - one failure must not keep the others from ending
+        except LLMException as error:
             log.error("finalize at exit failed: %s", error)
 
 

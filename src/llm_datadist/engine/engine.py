@@ -16,6 +16,7 @@ from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
 from llm_datadist.engine.requests import CacheKind
 from llm_datadist.engine.transfers import Transfers
+from llm_datadist.layout.plan import MAX_TENSOR_BITS
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils.deadline import Deadline
@@ -352,5 +353,5 @@ def _check_spec(spec: CacheSpec, operation: str) -> None:
         raise invalid(operation, f"shape has {len(spec.shape)} dimensions, 1 to {_MAX_DIMS} are supported")
     if min(spec.shape) <= 0:
         raise invalid(operation, f"shape {list(spec.shape)} has a dimension that is not positive")
-    if geometry_of(spec).tensor_size >= 1 << 62:
+    if geometry_of(spec).tensor_size >= 1 << MAX_TENSOR_BITS:
         raise invalid(operation, f"a tensor of shape {list(spec.shape)} is too large")

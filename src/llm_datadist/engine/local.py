@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def copy_cache(
     source: CacheEntry, target: CacheEntry, source_batch: int, target_batch: int, offset: int, size: int
 ) -> None:
-    """Copy ``size`` bytes (-1: to the end of the source entry) at ``offset`` of a batch entry to another, in all tensors.
+    """Copy ``size`` bytes at ``offset`` of a batch entry to another, in all tensors; -1 is to the end of the source.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, or LLM_FAILED if memory is not mapped.

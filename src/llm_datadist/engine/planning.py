@@ -152,9 +152,6 @@ def plan_to_addresses(local: CacheEntry, request: PushRequest, ids: BlockIds) ->
         raise LayoutError(message)
     stride = local.geometry.stride
     entries = int(ids.remote.max()) + 1 if ids.remote is not None else 1
-    if entries > 1 << 40:
-        message = f"destination block index {entries - 1} is out of every range"
-        raise LayoutError(message)
     block = (request.dst_block_size or stride) if ids.remote is not None else stride
     return _push_runs(local, plan.Geometry(block * entries, entries), plan.Window(0, stride), request, ids)
 

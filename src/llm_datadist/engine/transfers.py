@@ -130,8 +130,8 @@ class Transfers:
     ) -> None:
         """Plan with the peer's catalogue, which may be out of date.
 
-        Where planning fails it is fetched anew and looked at again, once. A catalogue that turns out to be old while the
-        bytes are about to move is fetched as often as that happens.
+        Where planning fails it is fetched anew and looked at again, once. A catalogue that turns out to be old while
+        the bytes are about to move is fetched as often as that happens.
         """
         catalogue = self._asking(request, deadline, lambda: link.catalogue(deadline))
         refreshed = False

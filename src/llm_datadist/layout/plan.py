@@ -7,7 +7,7 @@ of two pairs with the same destination the last one counts, so the caller names 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     I64 = NDArray[np.int64]
+
+
+MAX_TENSOR_BITS: Final = 62
+"""Tensors are smaller than 2 to this power, so that sums of two offsets stay in signed 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ def contiguous(local: Window, remote: Window, size: int) -> Runs:
     Raises:
         LayoutError: one of the entries is shorter.
     """
+    if size < 0:
+        message = f"{size} bytes cannot be moved"
+        raise LayoutError(message)
     for side, window in (("local", local), ("remote", remote)):
         if size > window.size:
             message = f"{size} bytes do not fit the {side} batch entry of {window.size} bytes"
@@ -79,8 +86,8 @@ def blocks(local: Geometry, remote: Geometry, local_ids: I64, remote_ids: I64, *
     if len(local_ids) != len(remote_ids):
         message = f"block lists differ in length: {len(local_ids)} local and {len(remote_ids)} remote blocks"
         raise LayoutError(message)
-    _check_ids("local", local_ids, local.entries)
-    _check_ids("remote", remote_ids, remote.entries)
+    _check_ids("local", local_ids, local)
+    _check_ids("remote", remote_ids, remote)
     keep = last_of_each(local_ids if into_local else remote_ids, (local if into_local else remote).entries)
     if keep is not None:
         local_ids, remote_ids = local_ids[keep], remote_ids[keep]
@@ -107,7 +114,7 @@ def into_blocks(source: Window, destination: Geometry, ids: I64, *, into_local: 
             f"{len(ids)} blocks given, but the batch entry of {source.size} bytes has {pieces} pieces of {size} bytes"
         )
         raise LayoutError(message)
-    _check_ids("destination", ids, destination.entries)
+    _check_ids("destination", ids, destination)
     start = np.arange(len(ids), dtype=np.int64) * size
     lengths = np.minimum(size, source.size - start)
     keep = last_of_each(ids, destination.entries)
@@ -133,7 +140,11 @@ def last_of_each(ids: I64, entries: int) -> I64 | None:
     return np.sort(len(ids) - 1 - first_from_end)
 
 
-def _check_ids(side: str, ids: I64, entries: int) -> None:
+def _check_ids(side: str, ids: I64, geometry: Geometry) -> None:
+    if geometry.tensor_size >= 1 << MAX_TENSOR_BITS:
+        message = f"a tensor of {geometry.tensor_size} bytes is beyond 64-bit arithmetic"
+        raise LayoutError(message)
+    entries = geometry.entries
     if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < entries):
         bad = ids[(ids < 0) | (ids >= entries)][0]
         message = f"{side} block index {int(bad)} is outside [0, {entries})"
@@ -143,7 +154,8 @@ def _check_ids(side: str, ids: I64, entries: int) -> None:
 def tensor_range(side: str, num_tensors: int, layers: range | None, per_layer: int, *, given: bool) -> range:
     """The tensors of a layer range; without one, all.
 
-    Layer ``i`` is the tensors ``[i * per_layer, (i + 1) * per_layer)``. ``given`` tells whether layers were selected on any side: then the tensors must divide into layers.
+    Layer ``i`` is the tensors ``[i * per_layer, (i + 1) * per_layer)``. ``given`` tells whether layers were selected
+    on any side: then the tensors must divide into layers.
 
     Raises:
         LayoutError: a range outside the cache, or tensors that do not divide into layers.

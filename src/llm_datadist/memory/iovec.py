@@ -65,10 +65,12 @@ def batches(lengths: I64, max_entries: int = MAX_IOVECS) -> Iterator[tuple[int, 
 
 def share(lengths: I64, parts: int) -> list[tuple[int, int]]:
     """Cut entries into at most ``parts`` runs of about the same number of bytes."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    marks = [total * part // parts for part in range(1, parts)]
-    cuts = [0, *(int(cut) for cut in np.searchsorted(ends, marks)), len(lengths)]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    marks = bounds[-1] * np.arange(1, parts) // parts
+    above = np.searchsorted(bounds, marks)
+    below = np.maximum(above - 1, 0)
+    nearest = np.where(bounds[above] - marks <= marks - bounds[below], above, below)
+    cuts = [0, *nearest.tolist(), len(lengths)]
     return [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
 
 

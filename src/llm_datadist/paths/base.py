@@ -1,7 +1,7 @@
 """The interface of all paths.
 
-A path moves spans of bytes between this process and one peer; it knows nothing of caches. To add one: subclass ``Transport``, whose ``connect`` returns a ``Path`` or raises ``PathRejectedError`` with a reason
-for people.
+A path moves spans of bytes between this process and one peer; it knows nothing of caches. To add one: subclass
+``Transport``, whose ``connect`` returns a ``Path`` or raises ``PathRejectedError`` with a reason for people.
 """
 
 from __future__ import annotations

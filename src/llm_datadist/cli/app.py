@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -41,5 +42,7 @@ def demo(
 
         code = run(Plan(model, tokens, path, seed))
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough: it ends anyway
+        typer.echo("llm-datadist demo: interrupted", err=True)
         code = 130
     raise typer.Exit(code)

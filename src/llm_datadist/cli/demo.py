@@ -47,7 +47,7 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
     """Run the demo and print what came of it.
 
     Returns:
-        The exit code: 0 if every block of every operation is verified, 1 if not, 130 after Ctrl-C.
+        The exit code: 0 if every block of every operation is verified, else 1.
     """
     out, err = Console(), Console(stderr=True)
     if not out.is_interactive:
@@ -64,9 +64,6 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
         during = f"{rows[-1].operation.value}: " if rows and rows[-1].verified is None else ""
         _print_problem(err, f"{during}{error}")
         return 1
-    except KeyboardInterrupt:
-        _print_problem(err, "interrupted")
-        return 130
     _print_table(out, rows)
     for row in rows:
         for problem in row.verified.problems if row.verified else ():

@@ -15,7 +15,7 @@ from llm_datadist.cli.plan import Role
 from llm_datadist.cli.worker import serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
     from llm_datadist.cli.orders import Answer, Order
@@ -157,7 +157,7 @@ class Team:
     def _heard_from(self, waiting: list[_Member]) -> list[_Member]:
         """Those of the members that have something to say; a process that nobody waits for must not end either."""
         others = [member for member in self._members.values() if member not in waiting]
-        heard: list[object] = []
+        heard: Sequence[object] = ()
         patience = min(self._limits.silence_s, self._end - time.monotonic())
         if patience > 0:
             ends = [member.process.sentinel for member in others]

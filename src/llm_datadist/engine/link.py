@@ -9,7 +9,7 @@ import itertools
 import queue
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.peer_catalogue import PeerCatalogue
 from llm_datadist.net.channel import ChannelClosedError
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from llm_datadist.paths.ladder import Attempt, Route
     from llm_datadist.utils.deadline import Deadline
     from llm_datadist.wire.messages import Body
+
+
+_MOMENT_S: Final = 0.05
 
 
 class LinkState(enum.Enum):
@@ -88,6 +91,10 @@ class PeerLink(abc.ABC):
     @abc.abstractmethod
     def demote(self, path: Path, reason: str) -> None:
         """Stop using ``path``."""
+
+    @abc.abstractmethod
+    def ends(self, deadline: Deadline) -> bool:
+        """Whether the link has ended, or does so within a moment: a data connection often breaks a little earlier."""
 
     @abc.abstractmethod
     def request(self, body: Body, deadline: Deadline) -> Body:
@@ -260,6 +267,12 @@ class Link(PeerLink):
         """See ``PeerLink.demote``."""
         if self._route is not None:
             self._route.demote(path, reason)
+
+    def ends(self, deadline: Deadline) -> bool:
+        """See ``PeerLink.ends``."""
+        moment = min(deadline.remaining(), _MOMENT_S)
+        with self._lock:
+            return self._lock.wait_for(lambda: self._state is not LinkState.LINKED, moment)
 
     def request(self, body: Body, deadline: Deadline) -> Body:
         """See ``PeerLink.request``."""

@@ -71,6 +71,11 @@ class LoopbackLink(PeerLink):
     def demote(self, path: Path, reason: str) -> None:
         """There is only one path."""
 
+    def ends(self, deadline: Deadline) -> bool:
+        """It does not end by itself."""
+        del deadline
+        return False
+
     def request(self, body: messages.Body, deadline: Deadline) -> messages.Body:
         """See ``PeerLink.request``."""
         del deadline

@@ -28,7 +28,13 @@ from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey
 from llm_datadist.layout.spans import LayoutError, spread
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.paths.base import PathDeniedError, PathError, PathTimeoutError
+from llm_datadist.paths.base import (
+    ConnectionLostError,
+    PathDeniedError,
+    PathError,
+    PathTimeoutError,
+    PeerGoneError,
+)
 from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
@@ -228,7 +234,10 @@ class Transfers:
                     else:
                         return
         except (PathError, ChannelClosedError) as error:
-            raise transfer_failure(error, request.operation, request.cluster_id, name, deadline) from error
+            cause: Exception = error
+            if isinstance(error, ConnectionLostError) and link.ends(deadline):
+                cause = PeerGoneError(f"the link ended: {error}")
+            raise transfer_failure(cause, request.operation, request.cluster_id, name, deadline) from error
         except RegionError as error:
             if isinstance(error, (StaleEpochError, UnknownRegionError)) and not deadline.expired():
                 raise

@@ -66,7 +66,7 @@ def batches(lengths: I64, max_entries: int = MAX_IOVECS) -> Iterator[tuple[int, 
 def share(lengths: I64, parts: int) -> list[tuple[int, int]]:
     """Cut entries into at most ``parts`` runs of about the same number of bytes."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    marks = bounds[-1] * np.arange(1, parts) // parts
+    marks = np.array([int(bounds[-1]) * part // parts for part in range(1, parts)], dtype=np.int64)
     above = np.searchsorted(bounds, marks)
     below = np.maximum(above - 1, 0)
     nearest = np.where(bounds[above] - marks <= marks - bounds[below], above, below)

@@ -67,7 +67,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         server.settimeout(WAIT_S)
         connecting = socket.create_connection(server.getsockname(), timeout=WAIT_S)
         accepted, _ = server.accept()
-    accepted.settimeout(WAIT_S)
+    connecting.settimeout(None)  # a channel wants blocking sockets
+    accepted.settimeout(None)
     return connecting, accepted
 
 

@@ -284,7 +284,8 @@ def test_resolve(host: str, family: socket.AddressFamily, sockaddr: tuple[object
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "", "1.2.3", "1.2.3.4.5", "256.1.1.1", "[::1]", "::1 ", "::1::", "fe80::1%", "127.0.0.1%lo", "a\0b"]
+    "host",
+    ["localhost", "", "1.2.3", "1.2.3.4.5", "256.1.1.1", "[::1]", "::1 ", "::1::", "fe80::1%", "127.0.0.1%lo", "a\0b"],
 )
 def test_resolve_takes_ip_literals_only(host: str) -> None:
     with pytest.raises(ValueError, match="is not an IPv4 or IPv6 address"):

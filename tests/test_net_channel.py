@@ -126,9 +126,7 @@ def in_thread(work: Callable[[], object]) -> Callable[[], list[object]]:
 def big_catalogue() -> Catalogue:
     """A message of about six million bytes."""
     regions = list(range(2**40, 2**40 + 60_000))
-    cache = CacheInfo(
-        cache_id=1, kind="blocks", tensor_size=64, entries=4, dtype="f", accessible=True, regions=regions
-    )
+    cache = CacheInfo(cache_id=1, kind="blocks", tensor_size=64, entries=4, dtype="f", accessible=True, regions=regions)
     return Catalogue(epoch=3, caches=[cache] * 11, keys=[])
 
 
@@ -310,7 +308,7 @@ def test_an_error_in_the_callback_loses_no_other_message(ends: tuple[End, End]) 
         left.channel._sock.sendall(
             b"".join(framing.frame(messages.encode(messages.Envelope(body=Join(comm=name)))) for name in "ab")
         )
-        arrived = done.wait(2)
+        arrived = done.wait(1)
     assert [record.levelname for record in records] == ["ERROR"]
     assert not right.channel.closed
     assert arrived

@@ -141,9 +141,7 @@ def test_connections_that_end_early_are_forgotten(door: Door, stream: bytes) -> 
     assert door.listener._strangers == {}
 
 
-def test_a_connection_that_says_nothing_is_dropped_in_time(
-    monkeypatch: pytest.MonkeyPatch, loop: Loop
-) -> None:
+def test_a_connection_that_says_nothing_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
     door = Door(loop)
     with knock(door, b"LLM") as slow:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from llm_datadist.cli.demo import run
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.plan import PathName, Plan
 
@@ -38,8 +39,6 @@ def demo(
     Ends with a table. Exit code 0: all blocks verified; 1: a mismatch or failure; 2: wrong usage; 130: interrupted.
     """
     try:
-        from llm_datadist.cli.demo import run  # noqa: PLC0415 - numpy and rich take a while: not for --help
-
         code = run(Plan(model, tokens, path, seed))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough: it ends anyway

@@ -65,6 +65,8 @@ def batches(lengths: I64, max_entries: int = MAX_IOVECS) -> Iterator[tuple[int, 
 
 def share(lengths: I64, parts: int) -> list[tuple[int, int]]:
     """Cut entries into at most ``parts`` runs of about the same number of bytes."""
+    if parts == 1:
+        return [(0, len(lengths))] if len(lengths) else []
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     marks = np.array([int(bounds[-1]) * part // parts for part in range(1, parts)], dtype=np.int64)
     above = np.searchsorted(bounds, marks)

@@ -1,4 +1,4 @@
-"""A naive model of transfers, written byte by byte from the specification, and how to apply the library's arrays to memory.
+"""A naive model of transfers, byte by byte as specified, and how to apply the library's arrays to memory.
 
 Sources hold a different value at every byte and destinations hold ``UNTOUCHED``, which no source has: a byte that comes
 from the wrong place, or lands in the wrong place, cannot go unseen.
@@ -6,6 +6,7 @@ from the wrong place, or lands in the wrong place, cannot go unseen.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def apply(runs: Runs, source: bytes, target_size: int, *, into_local: bool) -> b
 def assert_merged(runs: Runs) -> None:
     """No two neighbours are adjacent on both sides."""
     rows = list(zip(runs.local.tolist(), runs.remote.tolist(), runs.lengths.tolist(), strict=True))
-    for (local, remote, length), (next_local, next_remote, _) in zip(rows, rows[1:], strict=False):
+    for (local, remote, length), (next_local, next_remote, _) in itertools.pairwise(rows):
         assert (local + length, remote + length) != (next_local, next_remote)
 
 

@@ -61,10 +61,11 @@ def test_split_long_has_nothing_to_do(lengths: list[int]) -> None:
 )
 def test_split_long_cuts_into_full_pieces(lengths: list[int], long: int, at: int) -> None:
     lengths[at % len(lengths)] = long
-    expected = []
-    for owner, length in enumerate(lengths):
-        for start in range(0, length, MAX_PIECE):
-            expected.append((min(MAX_PIECE, length - start), owner, start))
+    expected = [
+        (min(MAX_PIECE, length - start), owner, start)
+        for owner, length in enumerate(lengths)
+        for start in range(0, length, MAX_PIECE)
+    ]
     cut = iovec.split_long(array(lengths))
     assert cut is not None
     assert list(zip(*(column.tolist() for column in cut), strict=True)) == expected

@@ -1,4 +1,4 @@
-"""Layout: batch entries, layer ranges, tensors, spans. Against a naive model, and beyond 4 GiB against whole numbers."""
+"""Layout: batch entries, layer ranges, spans. Against a naive model, and beyond 4 GiB against whole numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from layout_model import (
     LARGEST,
     Tensor,
@@ -16,7 +17,6 @@ from layout_model import (
     source_bytes,
     target_bytes,
 )
-
 from llm_datadist.layout import plan
 from llm_datadist.layout.plan import Geometry, Window
 from llm_datadist.layout.spans import LayoutError, Runs, Spans, merge, spread
@@ -141,7 +141,7 @@ def test_tensor_range_is_the_tensors_of_these_layers(
     layers = range(first, first + count) if count else None
     expected = naive_tensors(num_tensors, layers, per_layer, given=given_somewhere)
     if expected is None:
-        with pytest.raises(LayoutError, match="the local cache|the .* tensors of the local cache"):
+        with pytest.raises(LayoutError, match=r"the local cache|the .* tensors of the local cache"):
             plan.tensor_range("local", num_tensors, layers, per_layer, given=given_somewhere)
     else:
         assert list(plan.tensor_range("local", num_tensors, layers, per_layer, given=given_somewhere)) == expected

@@ -1,4 +1,4 @@
-"""Layout: blocks to blocks, and batch entries to blocks. Against a naive model, and beyond 4 GiB against whole numbers."""
+"""Layout: blocks to blocks, entries to blocks. Against a naive model, and beyond 4 GiB against whole numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from layout_model import (
     LARGEST,
     Tensor,
@@ -18,7 +19,6 @@ from layout_model import (
     source_bytes,
     target_bytes,
 )
-
 from llm_datadist.layout import plan
 from llm_datadist.layout.plan import Geometry, Window
 from llm_datadist.layout.spans import LayoutError
@@ -212,14 +212,14 @@ def test_pieces_refuse_what_the_entry_does_not_have(size: int, block: int, extra
     ids = array(list(range(pieces)))
     whole = plan.into_blocks(Window(0, size), Geometry(block * 80, 80), ids, into_local=into_local)
     assert int(whole.lengths.sum()) == size
+    ids = array(list(range(pieces + extra)))
     with pytest.raises(LayoutError, match=f"{pieces + extra} blocks given, .* has {pieces} pieces"):
-        ids = array(list(range(pieces + extra)))
         plan.into_blocks(Window(0, size), Geometry(block * 80, 80), ids, into_local=into_local)
 
 
 @pytest.mark.parametrize("into_local", [False, True])
 def test_offsets_beyond_64_bits_are_refused_not_wrapped(into_local: bool) -> None:
-    """A destination given by raw addresses is as large as its largest index says: 2**40 blocks of 16 MiB are 2**64 bytes."""
+    """A destination of raw addresses is as large as its largest index says: 2**40 blocks of 16 MiB are 2**64."""
     block, entries = 1 << 24, 1 << 40
     endless = Geometry(block * entries, entries)
     with pytest.raises(LayoutError):

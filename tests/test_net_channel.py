@@ -1,19 +1,18 @@
-"""Control connections: requests find their replies, waits end, and a peer that does not speak the protocol is cut off."""
+"""Control connections: requests find their replies, waits end, and peers that speak no sense are cut off."""
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from net_helpers import WAIT_S, ended, logged, receive, running_loop, settle, soon, tcp_pair
 
 from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutError
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import framing, messages
 from llm_datadist.wire.messages import Bye, CacheInfo, Catalogue, Confirm, Fetch, Join, Ok, Ping, Refuse
+from net_helpers import WAIT_S, ended, logged, receive, running_loop, settle, soon, tcp_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -367,9 +366,13 @@ def test_bytes_one_by_one_and_a_cut_in_the_middle(peer: tuple[End, socket.socket
 def test_a_peer_that_does_not_read_is_cut_off(peer: tuple[End, socket.socket]) -> None:
     end, _ = peer
     body = Refuse(code=1, reason="x" * (8 << 20))
-    with pytest.raises(ChannelClosedError, match="the peer does not read its control messages"):
-        for _ in itertools.repeat(None, 40):
+
+    def flood() -> None:
+        for _ in range(40):
             end.channel.send(body)
+
+    with pytest.raises(ChannelClosedError, match="the peer does not read its control messages"):
+        flood()
     assert end.reason() == "the peer does not read its control messages"
 
 

@@ -11,13 +11,13 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from net_helpers import WAIT_S, logged
 
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths.base import PathTimeoutError, PeerGoneError
 from llm_datadist.paths.parallel import Checkpoint, StoppedError, run
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.process import boot_id, pid_namespace, start_time
+from net_helpers import WAIT_S, logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -230,6 +230,8 @@ def test_ctrl_c_while_waiting_is_raised_after_all_parts_have_ended(workers: Work
     with pytest.raises(KeyboardInterrupt):
         run(parts, Interrupted, checkpoint)  # type: ignore[arg-type]
     assert sorted(ended) == ["a", "b"]
+    with pytest.raises(StoppedError):
+        checkpoint()
 
 
 # Checkpoint

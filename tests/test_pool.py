@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 SHIFT = 12
 PAGE = 1 << SHIFT
 PAGES = 16
+FDS = Path("/proc/self/fd")
 
 
 @pytest.fixture
@@ -101,36 +103,36 @@ def test_an_address_that_was_not_given_is_not_taken(pool: MemoryPool) -> None:
 
 
 def test_close_is_idempotent_and_gives_the_file_back() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(FDS.iterdir()))
     pool = MemoryPool(PAGES * PAGE, SHIFT)
     pool.allocate(PAGE)
     pool.close()
     pool.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(FDS.iterdir())) == before
 
 
 @pytest.mark.parametrize("size", [0, PAGE - 1])
 def test_a_pool_without_a_page_is_refused_and_leaks_nothing(size: int) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(FDS.iterdir()))
     with pytest.raises(ValueError, match="mmap"):
         MemoryPool(size, SHIFT)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(FDS.iterdir())) == before
 
 
 def test_the_memory_cannot_be_cut_under_a_peer() -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = set(FDS.iterdir())
     pool = MemoryPool(PAGES * PAGE, SHIFT)
-    links = {name: readlink(name) for name in set(os.listdir("/proc/self/fd")) - before}
-    (name,) = (name for name, link in links.items() if "llm-datadist-pool" in link)
+    links = {fd: target_of(fd) for fd in set(FDS.iterdir()) - before}
+    (fd,) = (fd for fd, link in links.items() if "llm-datadist-pool" in link)
     with pytest.raises(PermissionError):
-        os.ftruncate(int(name), PAGE)
+        os.ftruncate(int(fd.name), PAGE)
     pool.close()
 
 
-def readlink(name: str) -> str:
+def target_of(fd: Path) -> str:
     """What a descriptor of this process is; listing them opens one that is gone by now."""
     try:
-        return os.readlink(f"/proc/self/fd/{name}")
+        return str(fd.readlink())
     except FileNotFoundError:
         return ""
 

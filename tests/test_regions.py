@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,6 @@ from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     I64 = NDArray[np.int64]
 
 WAIT_S = 10.0
+FDS = Path("/proc/self/fd")
 
 
 def u64(*values: int) -> U64:
@@ -268,7 +269,7 @@ def test_wait_unused_wakes_when_the_lease_ends(table: RegionTable) -> None:
     user.start()
     assert held.wait(WAIT_S)
     results: list[bool] = []
-    waiter = threading.Thread(target=lambda: results.append(table.wait_unused([region], Deadline.after(WAIT_S))))
+    waiter = threading.Thread(target=lambda: results.append(table.wait_unused([region], Deadline.after(10 * WAIT_S))))
     waiter.start()
     let_go.set()
     waiter.join(WAIT_S)
@@ -361,11 +362,11 @@ def test_close_of_a_view_is_idempotent_and_nothing_is_live_in_it(table: RegionTa
 
 
 def test_a_view_outlives_the_descriptor_it_came_from(table: RegionTable, view: RegionView) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(FDS.iterdir()))
     more = [RegionView.of_file(f"/proc/self/fd/{table.fd}") for _ in range(10)]
     for each in more:
         each.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(FDS.iterdir())) == before
     assert view.alive
 
 
@@ -380,7 +381,7 @@ def test_files_that_are_not_a_table(tmp_path: Path) -> None:
 
 
 def test_the_file_cannot_be_cut_under_a_peer(table: RegionTable) -> None:
-    assert ROW_BYTES * CAPACITY == os.fstat(table.fd).st_size
+    assert os.fstat(table.fd).st_size == ROW_BYTES * CAPACITY
     for size in (0, 4096, 2 * CAPACITY * ROW_BYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(table.fd, size)

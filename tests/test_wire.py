@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_frames_cut_anywhere(payloads: list[bytes], cuts: list[int]) -> None:
     decoder = FrameDecoder()
     received: list[bytes] = []
     marks = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    for start, stop in zip(marks, marks[1:], strict=False):
+    for start, stop in itertools.pairwise(marks):
         received += decoder.feed(stream[start:stop])
         complete, size = 0, 0
         for payload in payloads:

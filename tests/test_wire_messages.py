@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llm_datadist.wire import messages
 from llm_datadist.wire.framing import ProtocolError
 
-SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+BASE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 I64_MAX, U64_MAX = 2**63 - 1, 2**64 - 1
 
 u32 = st.integers(0, 2**32 - 1)
@@ -102,7 +102,7 @@ def test_every_message_type_is_here() -> None:
 
 @pytest.mark.parametrize("kind", list(BODIES), ids=lambda kind: kind.__name__)
 def test_round_trip(kind: type) -> None:
-    @settings(max_examples=40, **SETTINGS)
+    @settings(BASE, max_examples=40)
     @given(body=BODIES[kind], request_id=u64, reply_to=u64)
     def check(body: Any, request_id: int, reply_to: int) -> None:
         envelope = messages.Envelope(body=body, id=request_id, reply_to=reply_to)
@@ -265,13 +265,13 @@ def decodes_or_refuses(payload: bytes) -> None:
     assert messages.decode(messages.encode(envelope)) == envelope
 
 
-@settings(max_examples=1000, **SETTINGS)
+@settings(BASE, max_examples=1000)
 @given(payload=st.binary(max_size=200))
 def test_any_bytes(payload: bytes) -> None:
     decodes_or_refuses(payload)
 
 
-@settings(max_examples=500, **SETTINGS)
+@settings(BASE, max_examples=500)
 @given(
     envelope=envelopes,
     changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), max_size=4),
@@ -295,7 +295,7 @@ plain = st.recursive(
 FIELDS = sorted({field.name for kind in BODIES for field in msgspec.structs.fields(kind)})
 
 
-@settings(max_examples=500, **SETTINGS)
+@settings(BASE, max_examples=500)
 @given(
     tag=st.sampled_from([kind.__struct_config__.tag for kind in BODIES]),  # type: ignore[attr-defined]
     fields=st.dictionaries(st.sampled_from(FIELDS), plain, max_size=6),

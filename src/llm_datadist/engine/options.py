@@ -12,6 +12,7 @@ from msgspec import Meta
 from llm_datadist.engine.errors import invalid
 from llm_datadist.paths.ladder import DEFAULT_ORDER
 from llm_datadist.utils import environment
+from llm_datadist.utils.numbers import small_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,9 +122,10 @@ class _Reader:
         value = self._options.get(key)
         if value is None:
             return default
-        if not (value.isascii() and value.isdigit() and low <= int(value) <= high):
+        number = small_number(value)
+        if number is None or not low <= number <= high:
             raise self.error(key, f"a whole number from {low} to {high}")
-        return int(value)
+        return number
 
     def json_object(self, key: str) -> dict[str, object] | None:
         value = self._options.get(key)

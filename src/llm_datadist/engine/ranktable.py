@@ -11,6 +11,8 @@ import ipaddress
 import json
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.utils.numbers import small_number
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -85,8 +87,8 @@ def _member(cluster_id: int, server: Mapping[str, object], device: Mapping[str, 
 
 
 def _number(value: object) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit()):
+    number = small_number(str(value))
+    if number is None:
         message = f"rank_table has {value!r} where a whole number belongs"
         raise RankTableError(message)
-    return int(text)
+    return number

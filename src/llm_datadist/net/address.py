@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import Union
+from typing import Final, Union
 
 SockAddr = Union[tuple[str, int], tuple[str, int, int, int]]  # noqa: UP007 - an alias is evaluated, also by Python 3.10
 Address = tuple[str, int]
+_MAX_INDEX_DIGITS: Final = 9  # an interface index is far below 2**32
 
 
 def resolve(address: Address) -> tuple[socket.AddressFamily, SockAddr]:
@@ -27,12 +28,12 @@ def resolve(address: Address) -> tuple[socket.AddressFamily, SockAddr]:
     scope = parsed.scope_id
     if scope is None:
         index = 0
-    elif scope.isdigit():
+    elif scope.isascii() and scope.isdigit() and len(scope) <= _MAX_INDEX_DIGITS:
         index = int(scope)
     else:
         try:
             index = socket.if_nametoindex(scope)
-        except OSError:
+        except (OSError, ValueError):
             message = f"{host!r} names the network interface {scope!r}, which does not exist"
             raise ValueError(message) from None
     return socket.AF_INET6, (host.split("%")[0], port, 0, index)

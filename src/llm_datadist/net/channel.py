@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import socket
 import struct
 import threading
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.net.loop import READ, WRITE
+from llm_datadist.net.loop import READ, WRITE, guarded
 from llm_datadist.utils import log
 from llm_datadist.wire import framing, messages
 from llm_datadist.wire.framing import ProtocolError
@@ -193,7 +194,8 @@ class Channel:
             return
         try:
             for payload in self._decoder.feed(data):
-                self._dispatch(messages.decode(payload))
+                envelope = messages.decode(payload)
+                guarded(functools.partial(self._dispatch, envelope))
         except ProtocolError as error:
             log.warn("control connection closed: %s", error)
             self.close(str(error))

@@ -103,13 +103,13 @@ class Loop:
                     break
                 timeout = self._timeout() if not calls else 0
             for call in calls:
-                _guarded(call)
+                guarded(call)
             for key, events in self._selector.select(timeout):
                 if key.fd == self._wake_fd:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake_fd)
                 else:
-                    _guarded(functools.partial(key.data, events))
+                    guarded(functools.partial(key.data, events))
             self._run_timers()
         self._selector.close()
         with self._lock:
@@ -129,10 +129,11 @@ class Loop:
                     return
                 timer = heapq.heappop(self._timers)[2]
             if timer.callback is not None:
-                _guarded(timer.callback)
+                guarded(timer.callback)
 
 
-def _guarded(callback: Callable[[], object]) -> None:
+def guarded(callback: Callable[[], object]) -> None:
+    """Call it and log what it raises: one bad callback must not stop the others."""
     try:
         callback()
     except Exception:  # noqa: BLE001 - one bad callback must not stop the loop for every link

@@ -45,7 +45,7 @@ def parse_preamble(data: bytes | bytearray | memoryview) -> Kind:
         ProtocolError: it is not one, or of a format that this version does not know.
     """
     head = bytes(data)
-    if head[:4] != _MAGIC:
+    if len(head) < PREAMBLE_SIZE or head[:4] != _MAGIC:
         message = f"not an llm-datadist connection: it starts with {head!r}"
         raise ProtocolError(message)
     if head[5] != _FORMAT:

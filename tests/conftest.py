@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from datadist_kit import MANAGED, FakeOptions
-from fake_engine import FakeEngine
-from loopback_kit import SUCCESS, cluster, loopback_config
-from peers import Peers
 
 import llm_datadist.engine
+from datadist_kit import MANAGED, FakeOptions
+from fake_engine import FakeEngine
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.datadist import _shutdown_handler
+from loopback_kit import SUCCESS, cluster, loopback_config
+from peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def datadist(fake_engines: None) -> LLMDataDist:  # noqa: ARG001 - order of set-up
+def datadist(fake_engines: None) -> LLMDataDist:
     """Cluster 3 on the fake engine."""
     made = LLMDataDist(LLMRole.PROMPT, 3)
     made.init(MANAGED)

@@ -6,7 +6,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from fake_engine import FakeEngine
-
 from llm_datadist import (
     BlocksCacheKey,
     Cache,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from expect import expect
 from fake_engine import FakeEngine
-
 from llm_datadist import (
     BlocksCacheKey,
     Cache,

@@ -1,7 +1,7 @@
 """Real peers for tests: child processes that each host one or more ``LLMDataDist``.
 
-``Process`` runs functions of test modules in a child; ``Node`` is what they find there: an ``LLMDataDist`` with named caches whose
-memory is surrounded by guard bytes. Every wait has a timeout.
+``Process`` runs functions of test modules in a child; ``Node`` is what they find there: an ``LLMDataDist`` with named
+caches whose memory is surrounded by guard bytes. Every wait has a timeout.
 """
 
 from __future__ import annotations

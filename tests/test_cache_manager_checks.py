@@ -6,25 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expect import PI, expect
-from manager_kit import (
-    ACCESSIBLE,
-    BY_BLOCKS,
-    BY_ID,
-    DEVICE,
-    FAILED,
-    HOST,
-    accessible_manager,
-    blocks,
-    check_row,
-    contiguous,
-    desc,
-    engine_of,
-    host_blocks,
-    manager,
-    message_manager,
-)
 
+from expect import PI, expect
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -42,6 +25,23 @@ from llm_datadist.engine.requests import (
     CacheSpec,
     PrefixKey,
     RequestKey,
+)
+from manager_kit import (
+    ACCESSIBLE,
+    BY_BLOCKS,
+    BY_ID,
+    DEVICE,
+    FAILED,
+    HOST,
+    accessible_manager,
+    blocks,
+    check_row,
+    contiguous,
+    desc,
+    engine_of,
+    host_blocks,
+    manager,
+    message_manager,
 )
 
 # ------------------------------------------------------------ register

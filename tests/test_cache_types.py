@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expect import PI, expect
 
+from expect import PI, expect
 from llm_datadist import (
     BlocksCacheKey,
     Cache,

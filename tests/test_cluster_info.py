@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from expect import expect
 
+from expect import expect
 from llm_datadist import LLMClusterInfo, LLMRole
 
 APPENDERS = [("append_local_ip_info", "local_ip_info_list"), ("append_remote_ip_info", "remote_ip_info_list")]

@@ -129,7 +129,7 @@ def test_lost_member_makes_it_failed(peers: Peers) -> None:
 
 
 def test_groups_share_a_link(peers: Peers) -> None:
-    """Two groups and link_clusters between the same two: the link ends with the last group, or stays for link_clusters."""
+    """The link ends with the last group that uses it, unless link_clusters made it."""
     one, two = members_of(peers, 2)
     devices = [{"device_ip": "127.0.0.1", "device_port": free_port()} for _ in range(2)]
     for name in ("a", "b"):

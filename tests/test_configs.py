@@ -7,8 +7,8 @@ from enum import IntEnum
 from typing import Any
 
 import pytest
-from expect import PI, expect
 
+from expect import PI, expect
 from llm_datadist import LLMConfig, LlmConfig, LLMRole
 from llm_datadist.configs import ip_text, parse_listen_ip_info, trans_str_ip
 
@@ -252,7 +252,7 @@ def test_roles(member: str, number: int) -> None:
         ("1.2.3.4", 67305985),
         ("127.0.0.1", 16777343),
         ("1.2", 0x02000001),
-        ("0.0.0.0", 0),  # noqa: S104 - only converted
+        ("0.0.0.0", 0),
         ("255.255.255.255", 2**32 - 1),
         ("::1", "::1"),
         ("[::1]", "::1"),

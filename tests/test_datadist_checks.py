@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from datadist_kit import FAILED, MANAGED, SEVERAL, engine_of
-from expect import PI, expect
 
 import llm_datadist.engine
+from datadist_kit import FAILED, MANAGED, SEVERAL, engine_of
+from expect import PI, expect
 from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.v2.llm_datadist import _shutdown_handler

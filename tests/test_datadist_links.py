@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from datadist_kit import MANAGED, SUCCESS, engine_of
 from expect import PI, expect
-
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
 from llm_datadist.engine.requests import MemStatus, PeerAddress
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from expect import PI, expect
 
+from expect import PI, expect
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -260,6 +260,15 @@ def test_copy_blocks_rows_of_the_engine(messaging: CacheManager) -> None:
     messaging.copy_blocks(cache, {0: [1, 3]})
     for array, before in zip(memory, tensors(), strict=True):
         assert np.array_equal(array, np.concatenate([before[:16], before[:16], before[32:48], before[:16]]))
+
+
+@pytest.mark.parametrize("items", [24, 5000])
+def test_copy_blocks_reads_before_it_writes(messaging: CacheManager, items: int) -> None:
+    memory = [np.repeat(np.arange(4, dtype=np.uint8), items) for _ in range(2)]
+    cache = messaging.register_blocks_cache(desc(shape=[4, items]), addrs(memory))
+    messaging.copy_blocks(cache, {0: [1], 1: [2], 2: [3]})
+    for array in memory:
+        assert np.array_equal(array, np.repeat(np.array([0, 0, 1, 2], dtype=np.uint8), items))
 
 
 def test_swap_blocks_moves_bytes_both_ways(messaging: CacheManager) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from expect import PI, expect
 
+from expect import PI, expect
 from llm_datadist import (
     BlocksCacheKey,
     Cache,

@@ -8,15 +8,35 @@ import sys
 from importlib import resources
 
 import pytest
-from expect import expect
 
 import llm_datadist
+from expect import expect
 
-NAMES = (
-    "LLMClusterInfo LLMStatusCode LLMException LLMRole LlmConfig LLMConfig DataType Status CacheDesc CacheKey "
-    "CacheKeyByIdAndIndex KvCache Cache BlocksCacheKey LLMDataDist Placement RegisterMemStatus LayerSynchronizer "
-    "TransferConfig CacheTask TransferWithCacheKeyConfig Memtype MemInfo"
-).split()
+NAMES = [
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "DataType",
+    "Status",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "KvCache",
+    "Cache",
+    "BlocksCacheKey",
+    "LLMDataDist",
+    "Placement",
+    "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
+    "Memtype",
+    "MemInfo",
+]
 
 PATHS = {
     "llm_datadist.status": (
@@ -86,7 +106,7 @@ def test_star_import() -> None:
 def test_classes_of_the_older_mode_need_their_own_package(name: str) -> None:
     expect(ModuleNotFoundError, lambda: getattr(llm_datadist, name), match="llm_datadist_v1")
     with pytest.raises(ImportError):
-        exec(f"from llm_datadist import {name}")  # noqa: S102
+        exec(f"from llm_datadist import {name}")
 
 
 def test_unknown_attribute() -> None:

@@ -74,7 +74,7 @@ def wait_until_moving(peer: Peer, running: Future[Any]) -> None:
 @pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
 @pytest.mark.parametrize("victim", ["server", "client"])
 def test_kill_in_the_middle(peers: Peers, paths: str, method: str, victim: str) -> None:
-    """The survivor gets an LLMException in time, keeps its guards, and links a restarted peer with the same cluster id."""
+    """The survivor gets an LLMException in time, keeps its guards, and links the restarted peer."""
     properties: dict[str, Any] = {"paths": paths, "sync_kv_timeout": SYNC_MS}
     server, client = peers.make(1, **properties), peers.make(2, **properties)
     for peer in (server, client):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from expect import PI, expect
 from layerwise_kit import BLOCKS_KEY, ID_KEY, Duck, Ready, by_address, by_key, cache, engine_of, manager, start
-
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,

@@ -6,9 +6,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from expect import PI, expect
 from fake_engine import FakeEngine
-
 from llm_datadist import (
     LLMException,
     LLMStatusCode,

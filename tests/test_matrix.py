@@ -240,8 +240,8 @@ def test_pull_cache_by_key(sides: tuple[Peer, Peer]) -> None:
     """Message mode: the position of the key is the batch entry; a registered cache keeps its key."""
     here, there = sides
     if accessible(here):
+        _contiguous(here, "dst")
         with pytest.raises(TypeError):
-            _contiguous(here, "dst")
             here.call(run_pull_cache, CacheKey(there.cluster_id, 1), "dst", 0, -1)
         return
     request = next(_model_ids)

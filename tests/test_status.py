@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from expect import PI, expect
 
+from expect import PI, expect
 from llm_datadist import LLMException, LLMStatusCode, Status, llm_datadist_wrapper
 from llm_datadist.status import code_2_status, handle_llm_status, raise_if_false, raise_if_true
 

@@ -7,20 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expect import PI, expect
-from manager_kit import (
-    BY_BLOCKS,
-    BY_ID,
-    BY_PREFIX,
-    BY_REQUEST,
-    accessible_manager,
-    blocks,
-    check_row,
-    contiguous,
-    engine_of,
-    message_manager,
-)
 
+from expect import PI, expect
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -36,6 +24,18 @@ from llm_datadist.engine.requests import (
     PullRequest,
     PushRequest,
     RequestKey,
+)
+from manager_kit import (
+    BY_BLOCKS,
+    BY_ID,
+    BY_PREFIX,
+    BY_REQUEST,
+    accessible_manager,
+    blocks,
+    check_row,
+    contiguous,
+    engine_of,
+    message_manager,
 )
 
 

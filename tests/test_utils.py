@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from expect import expect
 
+from expect import expect
 from llm_datadist.utils import utils
 
 if TYPE_CHECKING:

@@ -250,10 +250,10 @@ class Catalogue:
             self._snapshot = None
             return self._lock.wait_for(lambda: entry.pins == 0, deadline.remaining())
 
-    def forget(self, entry: CacheEntry) -> None:
-        """Drop a hidden cache for good."""
+    def forget(self, entry: CacheEntry) -> bool:
+        """Drop a hidden cache for good; True for the one caller that did it, who may free its memory."""
         with self._lock:
-            self._entries.pop(entry.cache_id, None)
+            return self._entries.pop(entry.cache_id, None) is not None
 
     def _drop_key(self, entry: CacheEntry, key: EntryKey) -> None:
         entry.keys.pop(key, None)

@@ -9,7 +9,7 @@ import numpy as np
 from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.engine.planning import BlockIds
 from llm_datadist.layout import plan
-from llm_datadist.layout.spans import LayoutError
+from llm_datadist.layout.spans import LayoutError, Runs
 from llm_datadist.memory.move import MemoryFaultError, copy
 from llm_datadist.status import LLMStatusCode
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.engine.catalogue import CacheEntry
-    from llm_datadist.layout.spans import Runs
 
     U64 = NDArray[np.uint64]
 
@@ -53,6 +52,8 @@ def copy_cache(
 def copy_blocks(entry: CacheEntry, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks within a cache: (source, target) pairs; of two with one target the last counts.
 
+    A block that is both source and target is read before it is written, whatever the order of the pairs.
+
     Raises:
         LLMException: LLM_PARAM_INVALID, or LLM_FAILED if memory is not mapped.
         TypeError: a negative index.
@@ -64,7 +65,10 @@ def copy_blocks(entry: CacheEntry, pairs: Sequence[tuple[int, int]]) -> None:
         runs = plan.blocks(entry.geometry, entry.geometry, ids.local, ids.remote, into_local=False)
     except LayoutError as error:
         raise invalid("copy_blocks", str(error)) from error
-    _copy("copy_blocks", runs, entry.addrs, entry.addrs)
+    if np.intersect1d(ids.local, ids.remote).size:
+        _copy_staged(runs, entry.addrs)
+    else:
+        _copy("copy_blocks", runs, entry.addrs, entry.addrs)
 
 
 def swap_blocks(
@@ -86,6 +90,16 @@ def swap_blocks(
     ]
     runs = plan.blocks(sides[0], sides[1], ids.local, ids.remote, into_local=False)
     _copy("swap_blocks", runs, np.array(sources, dtype=np.uint64), np.array(targets, dtype=np.uint64))
+
+
+def _copy_staged(runs: Runs, tensors: U64) -> None:
+    """Copy runs whose sources and targets overlap, by way of a buffer."""
+    buffer = np.empty(int(runs.lengths.sum()), dtype=np.uint8)
+    base = np.array([buffer.ctypes.data], dtype=np.uint64)
+    at = np.cumsum(runs.lengths) - runs.lengths
+    for tensor in tensors[:, None]:
+        _copy("copy_blocks", Runs(runs.local, at, runs.lengths), tensor, base)
+        _copy("copy_blocks", Runs(at, runs.remote, runs.lengths), base, tensor)
 
 
 def _copy(operation: str, runs: Runs, sources: U64, targets: U64) -> None:

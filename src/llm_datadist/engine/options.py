@@ -166,7 +166,7 @@ def _pool(reader: _Reader, key: str) -> PoolOptions | None:
     )
     try:
         config = msgspec.json.decode(text, type=_PoolConfig)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise reader.error(key, f"{wanted} ({error})") from error
     if config.memory_size < 1 << config.page_shift:
         raise reader.error(key, wanted)

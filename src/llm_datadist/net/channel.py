@@ -65,6 +65,7 @@ class Channel:
         self._started = False
         self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
         self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
+        sock.settimeout(None)  # calls here say MSG_DONTWAIT themselves
         _tune(sock)
 
     @property

@@ -257,11 +257,8 @@ def decode(payload: bytes) -> Envelope:
     """
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         message = f"malformed control message: {error}"
-        raise ProtocolError(message) from error
-    except RecursionError as error:
-        message = "malformed control message: nested too deep"
         raise ProtocolError(message) from error
 
 

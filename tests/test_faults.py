@@ -226,7 +226,7 @@ def test_200_cycles_leave_nothing_behind(peers: Peers, paths: str) -> None:
         )
         assert after[0] <= fds
         assert after[1] <= threads + WORKERS
-        assert after[2] <= resident + 2048
+        assert after[2] <= resident + 1024
 
 
 def cycles(node: Node, address: tuple[str, int], count: int) -> None:
@@ -255,7 +255,7 @@ def test_readers_that_die_leave_nothing_behind(peers: Peers) -> None:
     after = settled(server, lambda values: values[0] <= fds and values[1] <= threads + WORKERS)
     assert after[0] <= fds
     assert after[1] <= threads + WORKERS
-    assert after[2] <= resident + 2048
+    assert after[2] <= resident + 1024
 
 
 SIZE = (4 << 30) + 8192

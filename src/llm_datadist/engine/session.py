@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.engine.core import Core
     from llm_datadist.engine.link import Link
+    from llm_datadist.net.loop import Timer
 
 _PATIENCE_S: Final = 10.0
 
@@ -49,12 +50,15 @@ class Session:
         self._host = host
         self._holds = Holds()
         self._introduced = False
+        self._patience: Timer | None = None
         channel.on_message = self._message
         channel.on_close = self._closed
 
     def expect_hello(self) -> None:
         """Close the connection if its peer does not introduce itself soon."""
-        self._core.loop.call_later(_PATIENCE_S, self._check_introduced)
+        self._patience = self._core.loop.call_later(
+            _PATIENCE_S, lambda: self.channel.close("the peer did not introduce itself in time")
+        )
 
     def introduce(self, link: Link) -> None:
         """The peer is known now."""
@@ -62,16 +66,13 @@ class Session:
         self._introduced = True
         self.channel.trust()
 
-    def _check_introduced(self) -> None:
-        if not self._introduced:
-            self.channel.close("the peer did not introduce itself in time")
-
     def _message(self, channel: Channel, body: messages.Body, request_id: int) -> None:
         if isinstance(body, messages.Hello):
             if self._introduced:
                 channel.close("a second introduction on one connection")
                 return
             self._introduced = True
+            self._end_patience()
             self._core.control_workers.run(lambda: self._host.welcome(self, body, request_id))
         elif self.link is None:
             channel.close(f"{type(body).__name__} before an introduction")
@@ -132,7 +133,12 @@ class Session:
 
         link.when_idle(idle)
 
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+
     def _closed(self, _channel: Channel, reason: str) -> None:
+        self._end_patience()
         self._core.service.drop(self._holds)
         if self.link is not None:
             self._core.ender.lose(self.link, reason)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist.net.address import Address
-    from llm_datadist.net.loop import Loop
+    from llm_datadist.net.loop import Loop, Timer
     from llm_datadist.utils.deadline import Deadline
 
 _BACKLOG: Final = 512
@@ -27,6 +27,14 @@ _PATIENCE_S: Final = 10.0
 """How long a connection may take to say what it is for."""
 _PAUSE_S: Final = 0.2
 _CLOSE_S: Final = 2.0
+
+
+class _Stranger:
+    """A connection that has not said yet what it is for."""
+
+    def __init__(self, patience: Timer) -> None:
+        self.said = bytearray()
+        self.patience = patience
 
 
 class Listener:
@@ -54,7 +62,7 @@ class Listener:
         self._loop = loop
         self._on_control = on_control
         self._on_data = on_data
-        self._strangers: dict[socket.socket, bytearray] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}
         self._sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,14 +112,15 @@ class Listener:
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(next(iter(self._strangers)))
             sock.settimeout(0)
-            self._strangers[sock] = bytearray()
+            patience = self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
+            self._strangers[sock] = _Stranger(patience)
             self._loop.watch(sock, READ, functools.partial(self._greet, sock))
-            self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
 
     def _greet(self, sock: socket.socket, _events: int) -> None:
-        data = self._strangers.get(sock)
-        if data is None:
+        stranger = self._strangers.get(sock)
+        if stranger is None:
             return
+        data = stranger.said
         want = framing.PREAMBLE_SIZE
         if len(data) >= want:
             want += GREETING_BYTES
@@ -141,12 +150,14 @@ class Listener:
             self._on_data(sock, greeting)
 
     def _hand_over(self, sock: socket.socket) -> None:
-        del self._strangers[sock]
+        self._strangers.pop(sock).patience.cancel()
         self._loop.unwatch(sock)
         sock.settimeout(None)
 
     def _drop(self, sock: socket.socket) -> None:
-        if self._strangers.pop(sock, None) is not None:
+        stranger = self._strangers.pop(sock, None)
+        if stranger is not None:
+            stranger.patience.cancel()
             self._loop.unwatch(sock)
             sock.close()
 

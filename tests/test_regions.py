@@ -179,13 +179,23 @@ def test_spans_outside_their_region(table: RegionTable, view: RegionView, offset
 def test_bounds_are_those_of_whole_numbers(base: int, size: int, offsets: list[tuple[int, int]], tight: bool) -> None:
     if tight:  # spans around the end of the region
         offsets = [(max(0, size - offset % 20), length % 20) for offset, length in offsets]
-    rows = np.array([(9, base, size, 0)] * len(offsets), dtype=np.uint64)
+    rows = np.array([(9, base, size, 1)] * len(offsets), dtype=np.uint64)
     spans = u64(*[9] * len(offsets)), i64(*(offset for offset, _ in offsets)), i64(*(length for _, length in offsets))
     if all(offset >= 0 and length >= 0 and offset + length <= size for offset, length in offsets):
         assert check_spans(rows, *spans).tolist() == [base + offset for offset, _ in offsets]
     else:
         with pytest.raises(RegionError):
             check_spans(rows, *spans)
+
+
+def test_region_that_is_not_for_peers() -> None:
+    """It may be held by this process, but no span of a peer may name it, nor an address."""
+    table = RegionTable()
+    region = table.add(4096, 100, reachable=False)
+    with table.lease(u64(region)), pytest.raises(RegionError, match="not remote accessible"):
+        RegionView(table.rows).addresses(u64(region), i64(0), i64(1))
+    assert table.find(4096, 1) is None
+    table.close()
 
 
 def test_many_spans_in_several_regions(table: RegionTable, view: RegionView) -> None:

@@ -70,10 +70,15 @@ class CacheEntry:
 
 
 class Catalogue:
-    """All caches of one engine; thread-safe."""
+    """All caches of one engine; thread-safe.
 
-    def __init__(self, regions: RegionTable) -> None:
+    ``one_sided`` is the remote-accessible mode: there peers decide alone what they touch, so caches that are not remote
+    accessible are closed to their spans.
+    """
+
+    def __init__(self, regions: RegionTable, *, one_sided: bool = True) -> None:
         self._regions = regions
+        self._one_sided = one_sided
         self._lock = threading.Condition()
         self._next_id = 1
         self._entries: dict[int, CacheEntry] = {}
@@ -107,7 +112,10 @@ class Catalogue:
                 self._refuse_duplicates(keys)
             regions: list[int] = []
             try:
-                regions.extend(self._regions.add(int(addr), geometry.tensor_size) for addr in addrs)
+                regions.extend(
+                    self._regions.add(int(addr), geometry.tensor_size, reachable=accessible or not self._one_sided)
+                    for addr in addrs
+                )
             except BaseException:
                 self._regions.remove(regions)
                 raise

@@ -14,6 +14,8 @@ from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.tcp_server import DataServer
+from llm_datadist.utils import log
+from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.process import boot_id, pid_namespace, start_time
 from llm_datadist.wire.messages import Identity, Offer
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _CONTROL_THREADS: Final = 16
 _SERVE_THREADS: Final = 8
 _MAX_COPY_THREADS: Final = 4
+_SERVED_S: Final = 2.0
 
 
 class Core:
@@ -57,7 +60,7 @@ class Core:
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
         self.copiers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
-        self.catalogue = Catalogue(self.regions)
+        self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service = CacheService(self.catalogue, self.regions, self.loop, release)
         self.data_server = DataServer(self.regions, self.loop, self.serve_workers)
         self.table = LinkTable()
@@ -77,6 +80,8 @@ class Core:
         """Stop the threads and give the region table back; links must have ended."""
         inprocess.withdraw(self.identity.incarnation)
         self.data_server.close()
+        if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
+            log.error("requests of peers are still being served after finalize: keep registered memory mapped")
         for workers in (self.control_workers, self.dial_workers, self.serve_workers, self.copiers):
             workers.close()
         self.loop.close()

@@ -75,8 +75,8 @@ class Handshaker:
         except ReplyTimeoutError as error:
             session.channel.close("link timed out")
             raise LinkError(LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}") from error
-        except LinkError as error:
-            session.channel.close(str(error))
+        except BaseException as error:
+            session.channel.close(f"link given up: {error!r}")
             raise
 
     def _introduce(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import abc
 import functools
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.comms import Comms
-from llm_datadist.engine.errors import LinkError, failure, invalid
+from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.engine.handshake import Handshaker
 from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.links import Linker
@@ -15,7 +16,6 @@ from llm_datadist.engine.listeners import Listeners
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.status import LLMStatusCode
-from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 
@@ -206,12 +206,14 @@ class NetworkLinks(Links):
         return self._on_each(quiet)
 
     def _on_each(self, work: Callable[[Link], bool]) -> list[int]:
+        """Clusters for which ``work`` is false; several at once, where the interpreter still gives threads."""
         links = self._core.table.all()
-        if len(links) == 1:
-            results = [work(links[0])]
-        else:
-            futures = [self._core.dial_workers.submit(functools.partial(work, link)) for link in links]
-            results = [bool(future.result()) for future in futures]
+        workers = self._core.dial_workers
+        try:
+            futures = [workers.submit(functools.partial(work, link)) for link in links[1:]]
+            results = [*map(work, links[:1]), *(bool(future.result()) for future in futures)]
+        except CancelledError:  # the interpreter is about to end and starts no thread any more
+            results = [work(link) for link in links]
         return [link.cluster_id for link, done in zip(links, results, strict=True) if not done]
 
     def close(self) -> None:
@@ -225,9 +227,6 @@ class NetworkLinks(Links):
                 self._core.ender.end(link, deadline)
             return True
 
-        try:
-            self._on_each(end)
-        except LinkError as error:
-            log.warn("finalize: %s", error)
+        self._on_each(end)
         for link in self._core.table.all():
             self._core.ender.drop(link, "finalized")

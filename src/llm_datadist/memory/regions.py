@@ -5,7 +5,7 @@ and so always sees the present state without asking anybody: which regions are l
 epoch. Nothing else in this process learns raw addresses: across the network a span is (region, offset, length).
 
 Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a
-region (id, base address, size, flags), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
+region (id, base address, size, reachable), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
 again.
 """
 
@@ -40,7 +40,7 @@ NONCE_BYTES: Final = 64
 
 _SLOT_MASK: Final = CAPACITY - 1
 _EPOCH, _STATE = 1, 2
-_ID, _BASE, _SIZE = 0, 1, 2
+_ID, _BASE, _SIZE, _REACHABLE = 0, 1, 2, 3
 _WAIT_SLICE: Final = 0.25
 
 
@@ -96,8 +96,11 @@ class RegionTable:
             self.rows[0, _EPOCH] += np.uint64(1)
             return int(self.rows[0, _EPOCH])
 
-    def add(self, base: int, size: int) -> int:
-        """Register ``size`` bytes at ``base``; the region's id. Memory is not touched."""
+    def add(self, base: int, size: int, *, reachable: bool = True) -> int:
+        """Register ``size`` bytes at ``base``; the region's id. Memory is not touched.
+
+        ``reachable`` tells whether spans of peers may name it.
+        """
         with self._lock:
             if self._free:
                 slot = self._free.pop()
@@ -109,7 +112,7 @@ class RegionTable:
                 raise RegionError(message)
             self._serial += 1
             region = self._serial << 16 | slot
-            self.rows[slot, 1:] = (base, size, 0)
+            self.rows[slot, 1:] = (base, size, reachable)
             self.rows[slot, _ID] = region
             return region
 
@@ -124,14 +127,15 @@ class RegionTable:
             self.rows[0, _EPOCH] += np.uint64(1)
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """The live region that holds these bytes, as (region, offset); None if no single one does."""
+        """The reachable region that holds these bytes, as (region, offset); None if no single one does."""
         if address + size >= 1 << 64:
             return None
         with self._lock:
             rows = self.rows[1 : self._used + 1]
             base, limit = rows[:, _BASE], rows[:, _BASE] + rows[:, _SIZE]
             end = np.uint64(address + size)
-            hits = np.flatnonzero((rows[:, _ID] != 0) & (base <= np.uint64(address)) & (limit >= end))
+            live = (rows[:, _ID] != 0) & (rows[:, _REACHABLE] != 0)
+            hits = np.flatnonzero(live & (base <= np.uint64(address)) & (limit >= end))
             if not len(hits):
                 return None
             row = rows[int(hits[0])]
@@ -167,6 +171,11 @@ class RegionTable:
         wanted = set(regions)
         with self._lock:
             return self._lock.wait_for(lambda: wanted.isdisjoint(self._leases), deadline.remaining())
+
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """Wait until no lease is left at all; whether that happened in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._leases, deadline.remaining())
 
     def close(self) -> None:
         """Mark the table dead for peers that map it and give its memory back; idempotent."""
@@ -260,12 +269,15 @@ def check_spans(rows: U64, regions: U64, offsets: I64, lengths: I64) -> U64:
 
     Raises:
         UnknownRegionError: a region is not live.
-        RegionError: a span reaches outside its region.
+        RegionError: a span reaches outside its region, or the region is not for peers.
     """
     dead = (rows[:, _ID] != regions) | (regions == 0)
     if dead.any():
         message = f"region {int(regions[int(np.argmax(dead))]):#x} is not registered (any more)"
         raise UnknownRegionError(message)
+    if not rows[:, _REACHABLE].all():
+        message = "the cache is not remote accessible"
+        raise RegionError(message)
     sizes = rows[:, _SIZE].astype(np.int64)
     outside = (offsets < 0) | (lengths < 0) | (offsets > sizes) | (lengths > sizes - offsets)
     if outside.any():

@@ -214,19 +214,30 @@ def settled(peer: Peer, good: Callable[[tuple[int, int, int]], bool]) -> tuple[i
 
 @pytest.mark.parametrize("paths", ["process_vm", "tcp"])
 def test_200_cycles_leave_nothing_behind(peers: Peers, paths: str) -> None:
-    """Link, pull, unlink: descriptors, threads and memory stay flat on both sides."""
+    """Link, pull, unlink: descriptors, threads and memory stay flat on both sides.
+
+    Allocators and new worker threads take a megabyte now and then; a leak takes some in every 200 cycles.
+    """
     server, client = peers.make(1, paths=paths), peers.make(2, paths=paths, listen=False)
     with_caches(server, client)
     client.call(cycles, server.address, 60)
-    before = [settled(peer, lambda _values: True) for peer in (server, client)]
-    client.call(cycles, server.address, 200)
-    for peer, (fds, threads, resident) in zip((server, client), before, strict=True):
-        after = settled(
-            peer, lambda values, fds=fds, threads=threads: values[0] <= fds and values[1] <= threads + WORKERS
-        )
-        assert after[0] <= fds
-        assert after[1] <= threads + WORKERS
-        assert after[2] <= resident + 1024
+    first = before = [settled(peer, lambda _values: True) for peer in (server, client)]
+    for _ in range(6):
+        client.call(cycles, server.address, 200)
+        after = [_as_few_as(peer, start) for peer, start in zip((server, client), first, strict=True)]
+        growth = max(now[2] - then[2] for now, then in zip(after, before, strict=True))
+        if growth <= 256:
+            return
+        before = after
+    pytest.fail(f"resident memory grows by {growth} KiB in every 200 cycles")
+
+
+def _as_few_as(peer: Peer, start: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The counters, of which descriptors and threads must be as at the start."""
+    after = settled(peer, lambda values: values[0] <= start[0] and values[1] <= start[1] + WORKERS)
+    assert after[0] <= start[0]
+    assert after[1] <= start[1] + WORKERS
+    return after
 
 
 def cycles(node: Node, address: tuple[str, int], count: int) -> None:
@@ -238,24 +249,19 @@ def cycles(node: Node, address: tuple[str, int], count: int) -> None:
 
 
 def test_readers_that_die_leave_nothing_behind(peers: Peers) -> None:
-    """Twelve readers with new cluster ids link, pull and are killed; the owner forgets them."""
+    """Twelve readers with new cluster ids link, pull and are killed; the owner keeps no descriptor and no thread."""
     server = peers.make(1)
     with_caches(server)
-    before: tuple[int, int, int] | None = None
+    start: tuple[int, int, int] | None = None
     for cluster_id in range(10, 22):
         reader = peers.make(cluster_id, listen=False)
         with_caches(reader)
         assert reader.link(server) == OK
         reader.call(pull_one, 1)
         reader.process.kill()
-        if cluster_id == 13:
-            before = settled(server, lambda _values: True)
-    assert before is not None
-    fds, threads, resident = before
-    after = settled(server, lambda values: values[0] <= fds and values[1] <= threads + WORKERS)
-    assert after[0] <= fds
-    assert after[1] <= threads + WORKERS
-    assert after[2] <= resident + 1024
+        start = start or settled(server, lambda _values: True)
+    assert start is not None
+    _as_few_as(server, start)
 
 
 SIZE = (4 << 30) + 8192

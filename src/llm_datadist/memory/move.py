@@ -77,6 +77,21 @@ def _fault(error: OSError, local: U64, remote: U64, pid: int) -> Exception:
     )
 
 
+def mapped(addresses: U64) -> bool:
+    """Whether the bytes at these addresses of this process can be read; True where the system does not let us look."""
+    count = len(addresses)
+    target = np.zeros(count, dtype=np.uint8)
+    ones = np.ones(count, dtype=np.int64)
+    here = iovec.pair(np.uint64(target.ctypes.data) + np.arange(count, dtype=np.uint64), ones)
+    try:
+        move(syscalls.process_vm_readv, os.getpid(), here, iovec.pair(addresses, ones), lambda: None)
+    except MemoryFaultError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def copy(destinations: U64, sources: U64, lengths: I64, checkpoint: Callable[[], object] = lambda: None) -> None:
     """Copy spans within this process. Spans of one call must not overlap.
 

@@ -240,6 +240,11 @@ class RegionView:
         rows = self._rows[(regions & np.uint64(_SLOT_MASK)).astype(np.int64)]
         return check_spans(rows, regions, offsets, lengths)
 
+    def edges(self, regions: U64) -> U64:
+        """Addresses of the first and the last byte of live regions."""
+        rows = self._rows[(regions & np.uint64(_SLOT_MASK)).astype(np.int64)]
+        return np.concatenate([rows[:, _BASE], rows[:, _BASE] + rows[:, _SIZE] - np.uint64(1)])
+
     def still_live(self, regions: U64) -> bool:
         """Whether all of these regions are registered right now."""
         return bool((self._rows[(regions & np.uint64(_SLOT_MASK)).astype(np.int64), _ID] == regions).all())

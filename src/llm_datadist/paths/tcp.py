@@ -131,14 +131,15 @@ class TcpPath(Path):
         except RequestRefusedError as refusal:
             in_step = True
             raise refusal.error from None
-        except ProtocolError as error:
-            raise ConnectionLostError(str(error)) from error
-        except PathError as error:
+        except BaseException as error:  # also Ctrl-C: when it gets to the caller, nothing moves any more
+            cause = ConnectionLostError(str(error)) if isinstance(error, ProtocolError) else error
             if op is Op.WRITE and not in_step:
                 # The peer may still be storing bytes that are on their way: wait until it has stopped.
                 _shut_down(connection)
-                error.quiescent = self._context.fence([connection.number], Deadline.after(_FENCE_S))
-            raise
+                quiescent = self._context.fence([connection.number], Deadline.after(_FENCE_S))
+                if isinstance(cause, PathError):
+                    cause.quiescent = quiescent
+            raise cause from error
         finally:
             self._give_back(connection, in_step=in_step)
 

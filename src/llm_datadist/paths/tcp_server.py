@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist.memory import iovec
-from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError, UnknownRegionError
+from llm_datadist.memory.move import MemoryFaultError, mapped
+from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError, UnknownRegionError, distinct
 from llm_datadist.net.loop import READ
 from llm_datadist.paths import tcp_stream
 from llm_datadist.paths.base import PathError, PathFaultError
@@ -169,13 +170,20 @@ class DataServer:
         except RegionError as error:
             log.warn("data request refused: %s", error)
             self._refuse(sock, request, Result.OUT_OF_RANGE, error, deadline)
+        except MemoryFaultError as error:
+            log.error("data request refused: %s", error)
+            self._refuse(sock, request, Result.FAULT, error, deadline)
         return True
 
     def _check(self, request: Request, regions: U64, offsets: I64, lengths: I64) -> U64:
         if request.epoch not in (0, self._regions.epoch):
             message = f"planned with epoch {request.epoch}, now {self._regions.epoch}"
             raise StaleEpochError(message)
-        return iovec.pair(self._view.addresses(regions, offsets, lengths), lengths)
+        memory = iovec.pair(self._view.addresses(regions, offsets, lengths), lengths)
+        if not mapped(self._view.edges(distinct(regions))):
+            message = "a registered tensor is not mapped at its owner (any more)"
+            raise MemoryFaultError(message)
+        return memory
 
     def _move(self, sock: socket.socket, request: Request, memory: U64, deadline: Deadline) -> None:
         reply = Reply(Result.OK).encode()

@@ -384,7 +384,7 @@ def test_files_that_are_not_a_table(tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("short", b"x" * 4096), ("zeros", bytes(CAPACITY * ROW_BYTES))):
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(RegionError, match=f"{name} is not a region table"):
+        with pytest.raises(RegionError, match=f"{name} is not a sealed region table"):
             RegionView.of_file(str(path))
     with pytest.raises(FileNotFoundError):
         RegionView.of_file(str(tmp_path / "missing"))

@@ -31,7 +31,7 @@ identities = st.builds(
     incarnation=token,
     boot_id=name,
     pid_namespace=size,
-    pid=size,
+    pid=st.integers(0, 2**31 - 1),
     start_time=size,
 )
 offers = st.builds(
@@ -185,7 +185,7 @@ def tampered(kind: type, path: str, value: object) -> bytes:
         (messages.Hello, "identity.incarnation", "x" * 16),
         (messages.Hello, "identity.boot_id", "x" * 129),
         (messages.Hello, "identity.pid", -1),
-        (messages.Hello, "identity.pid", 2**63),
+        (messages.Hello, "identity.pid", 2**31),
         (messages.Hello, "identity.start_time", 2**63),
         (messages.Hello, "offer.nonce", bytes(15)),
         (messages.Hello, "offer.nonce", bytes(257)),
@@ -227,7 +227,7 @@ def tampered(kind: type, path: str, value: object) -> bytes:
         (messages.Join, "comm", "x" * 129),
         (messages.OpenData, "count", 0),
         (messages.OpenData, "count", 65),
-        (messages.Fence, "connections", [1] * 65),
+        (messages.Fence, "connections", [1] * 4097),
         (messages.Fence, "connections.0", -1),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else repr(value)[:40],

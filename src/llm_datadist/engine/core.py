@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import Link
     from llm_datadist.engine.options import EngineOptions
+    from llm_datadist.engine.session import Session
 
-_CONTROL_THREADS: Final = 16
-_SERVE_THREADS: Final = 8
+_CONTROL_THREADS: Final = 64
+_SERVE_THREADS: Final = 64
+"""Also bound how many stalled peers it takes to delay the others."""
 _MAX_COPY_THREADS: Final = 4
 _SERVED_S: Final = 2.0
 
@@ -58,12 +60,15 @@ class Core:
         self.loop = Loop(name)
         self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
+        self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
         self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
         self.copiers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
         self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service = CacheService(self.catalogue, self.regions, self.loop, release)
         self.data_server = DataServer(self.regions, self.loop, self.serve_workers)
         self.table = LinkTable()
+        self.sessions: set[Session] = set()
+        """Of all control connections."""
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
         self.ender = LinkEnder(self.table, self.loop, self._link_ended)
@@ -82,7 +87,7 @@ class Core:
         self.data_server.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")
-        for workers in (self.control_workers, self.dial_workers, self.serve_workers, self.copiers):
+        for workers in (self.control_workers, self.dial_workers, self.end_workers, self.serve_workers, self.copiers):
             workers.close()
         self.loop.close()
         self.regions.close()

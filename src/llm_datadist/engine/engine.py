@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Final
@@ -18,11 +19,12 @@ from llm_datadist.engine.requests import CacheKind
 from llm_datadist.engine.transfers import Transfers
 from llm_datadist.layout.plan import MAX_TENSOR_BITS
 from llm_datadist.memory.regions import RegionError
-from llm_datadist.status import LLMStatusCode
+from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import LinkReport
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _MAX_DIMS: Final = 31
 _UINT64: Final = 1 << 64
 _MIN_RELEASE_S: Final = 1.0
+_AGAIN_S: Final = 1.0
 
 
 class Engine:
@@ -229,18 +232,27 @@ class Engine:
 
     def _release_later(self, entry: CacheEntry) -> None:
         """A peer's pull released the last key of a cache: take its memory back, not on the loop's thread."""
-        self._core.control_workers.run(lambda: self._take_back(entry, "release"))
+
+        def take_back() -> None:
+            try:
+                self._take_back(entry, "release")
+            except LLMException as error:
+                log.warn("%s", error)
+                self._core.loop.call_later(_AGAIN_S, lambda: self._release_later(entry))
+
+        self._core.control_workers.run(take_back)
 
     def copy_cache(self, dst_id: int, src_id: int, dst_batch: int, src_batch: int, offset: int, size: int) -> None:
         """See ``local.copy_cache``."""
         self._check("copy_cache")
-        target, source = (self._existing("copy_cache", cache_id) for cache_id in (dst_id, src_id))
-        local.copy_cache(source, target, src_batch, dst_batch, offset, size)
+        with self._held("copy_cache", dst_id) as target, self._held("copy_cache", src_id) as source:
+            local.copy_cache(source, target, src_batch, dst_batch, offset, size)
 
     def copy_blocks(self, cache_id: int, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``local.copy_blocks``."""
         self._check("copy_blocks")
-        local.copy_blocks(self._existing("copy_blocks", cache_id), pairs)
+        with self._held("copy_blocks", cache_id) as entry:
+            local.copy_blocks(entry, pairs)
 
     def swap_blocks(
         self, src_addrs: Sequence[int], dst_addrs: Sequence[int], block_size: int, pairs: Sequence[tuple[int, int]]
@@ -249,12 +261,16 @@ class Engine:
         self._check("swap_blocks")
         local.swap_blocks(src_addrs, dst_addrs, block_size, pairs)
 
-    def _existing(self, operation: str, cache_id: int) -> CacheEntry:
-        entry = self._core.catalogue.get(cache_id)
+    @contextlib.contextmanager
+    def _held(self, operation: str, cache_id: int) -> Iterator[CacheEntry]:
+        entry = self._core.catalogue.pin(cache_id)
         if entry is None:
             context = f"there is no cache {cache_id}"
             raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, operation, context, phase="lookup")
-        return entry
+        try:
+            yield entry
+        finally:
+            self._core.catalogue.unpin(entry)
 
     def remap(self, mem_infos: Sequence[tuple[int, int]]) -> None:
         """Accept repaired memory: (address, size) pairs. There is nothing to do for ordinary memory.

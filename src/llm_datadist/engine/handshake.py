@@ -39,6 +39,7 @@ T = TypeVar("T")
 _MAX_LINK_S: Final = 60.0
 _PING_S: Final = 0.5
 _PREFETCH_S: Final = 1.0
+_MAX_DATA: Final = 4096
 
 
 class Handshaker:
@@ -71,6 +72,7 @@ class Handshaker:
         try:
             return self._introduce(session, address, cluster_id, deadline, comm)
         except ChannelClosedError as error:
+            session.channel.close(str(error))
             raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
         except ReplyTimeoutError as error:
             session.channel.close("link timed out")
@@ -107,6 +109,7 @@ class Handshaker:
             link.catalogue(deadline)
         _agreed(session.channel.request(messages.Confirm(path=path), deadline), messages.Ok)
         if not self._install(link):
+            self._core.ender.retire(link)
             raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, "the peer has linked this side meanwhile")
         return link
 
@@ -145,6 +148,11 @@ class Handshaker:
     def open_data(self, link: Link, count: int) -> messages.Body:
         """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
         deadline = Deadline.after(_MAX_LINK_S)
+        link.data_opened += count
+        if link.data_opened > _MAX_DATA:
+            return refuse(
+                LLMStatusCode.LLM_LINK_FAILED, f"more than {_MAX_DATA} data connections over the life of a link"
+            )
         try:
             for _ in range(count):
                 number, sock = self._open_one(link, link.dialled or ("", 0), deadline, serve=False)
@@ -154,13 +162,16 @@ class Handshaker:
         return messages.Ok()
 
     def _install(self, link: Link) -> bool:
-        """Make a link live; False if a link that crossed it is kept instead.
+        """Make a link live; False if a link that crossed it is kept instead, and this one has to be retired.
 
         Where both sides link each other at once, both keep the link that the side with the higher identity has begun.
+
+        Raises:
+            LinkError: the link, or this engine, has ended meanwhile.
         """
         begun_by_first = (link.dialled is not None) == self._goes_first(link.peer.identity)
         loser = self._core.table.install(link, prefer_old=not begun_by_first)
-        if loser is not None:
+        if loser is not None and loser is not link:
             self._core.ender.retire(loser)
         if link.channel.closed:
             self._core.ender.lose(link, "the peer closed the connection")
@@ -206,6 +217,7 @@ class Handshaker:
             text(session.channel.remote_address),
         )
         link.pending_comm = hello.comm
+        link.supersedes = session.supersedes
         link.deadline = Deadline.after(min(hello.timeout_ms / 1000, _MAX_LINK_S))
         self._pending[link.token] = link
         session.introduce(link)
@@ -237,16 +249,16 @@ class Handshaker:
         if hello.identity.incarnation == core.identity.incarnation:
             session.is_self = True
             return None
-        return self._conflict(hello.identity)
+        return self._conflict(session, hello.identity)
 
-    def _conflict(self, peer: messages.Identity) -> messages.Refuse | None:
+    def _conflict(self, session: Session, peer: messages.Identity) -> messages.Refuse | None:
         """What is in the way of a new link to this peer: a live one, or an attempt of this side that goes first."""
         core = self._core
         existing = core.table.get(peer.cluster_id)
         if existing is not None:
             if existing.peer.identity.incarnation == peer.incarnation and _alive_at_peer(existing):
                 return refuse(LLMStatusCode.LLM_ALREADY_LINK, "the clusters are linked already")
-            core.ender.lose(existing, "the peer links anew")
+            session.supersedes = existing
         if core.table.attempting(peer.cluster_id) and self._goes_first(peer):
             return refuse(LLMStatusCode.LLM_PROCESSING_LINK, "both sides link each other just now")
         return None
@@ -254,9 +266,10 @@ class Handshaker:
     def confirm(self, session: Session, confirm: messages.Confirm, request_id: int) -> None:
         """See ``Host.confirm``."""
         link = session.link
-        if link is None or link.deadline is None or link.token not in self._pending:
+        if link is None or link.deadline is None or link.token not in self._pending or link.confirming:
             session.channel.close("a confirmation that nobody waits for")
             return
+        link.confirming = True
         log.info("cluster %d reaches us over %s", link.cluster_id, confirm.path)
         if session.is_self:
             self._settled(link)
@@ -264,14 +277,15 @@ class Handshaker:
             return
         try:
             self._find_path(link, functools.partial(_open_reverse, link), link.deadline)
+            kept = self._install(link)
         except LinkError as error:
             session.channel.reply(refuse(error.code, f"the other direction: {error}"), request_id)
             session.channel.close(str(error))
             return
-        kept = self._install(link)
         self._settled(link)
         if not kept:
             session.channel.reply(refuse(LLMStatusCode.LLM_ALREADY_LINK, "the clusters are linked already"), request_id)
+            self._core.ender.retire(link)
             return
         if link.pending_comm is not None:
             link.made_for_comm = True

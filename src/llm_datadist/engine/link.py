@@ -154,6 +154,14 @@ class Link(PeerLink):
         """When a link that the peer began must be up."""
         self.give_up: Timer | None = None
         """Drops it then."""
+        self.fade: Timer | None = None
+        """Closes the connection if the peer does not, after this side has ended the link."""
+        self.supersedes: Link | None = None
+        """The link to the same life of the peer that is known to be dead at its end."""
+        self.confirming = False
+        """Whether the peer has sent its ``Confirm``."""
+        self.data_opened = 0
+        """Data connections opened at the peer's request."""
         self.pending_comm: str | None = None
         """The rank-table link for which the peer connected."""
         self.initiated_here = False
@@ -165,7 +173,7 @@ class Link(PeerLink):
         self.peer_said_bye = False
         self.data_numbers = itertools.count(1)
         """Numbers for the data connections that this side opens."""
-        self._arrivals: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[int, socket.socket] | None] = queue.SimpleQueue()
         self._route: Route | None = None
         self._lock = threading.Condition()
         self._state = LinkState.CONNECTING
@@ -184,6 +192,8 @@ class Link(PeerLink):
                 return False
             self._state = state
             self._lock.notify_all()
+        if state is not LinkState.LINKED:
+            self._arrivals.put(None)  # nobody need wait for data connections any more
         log.info("link to cluster %d: %s", self.cluster_id, state.name)
         return True
 
@@ -202,18 +212,27 @@ class Link(PeerLink):
         taken: list[tuple[int, socket.socket]] = []
         with contextlib.suppress(queue.Empty):
             while len(taken) < count:
-                taken.append(self._arrivals.get(timeout=max(deadline.remaining(), 0.001)))
+                arrival = self._arrivals.get(timeout=max(deadline.remaining(), 0.001))
+                if arrival is None:
+                    break
+                taken.append(arrival)
         return taken
 
     def close_arrivals(self) -> None:
         """Close data connections that nobody took."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._arrivals.get_nowait()[1].close()
+                arrival = self._arrivals.get_nowait()
+                if arrival is not None:
+                    arrival[1].close()
 
     def use(self, route: Route) -> None:
         """Set the route; once, before LINKED."""
-        self._route = route
+        with self._lock:
+            self._route = route
+            ended = self._state is LinkState.CLOSED
+        if ended:
+            route.close()
 
     @contextlib.contextmanager
     def transfer(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.errors import RELINK_HINT, LinkError, failure
@@ -44,6 +45,7 @@ class LinkTable:
         self._links: dict[int, Link] = {}
         self._attempts: set[int] = set()
         self._lost: OrderedDict[int, str] = OrderedDict()
+        self._closed = False
 
     def get(self, cluster_id: int) -> Link | None:
         """The live link to a cluster."""
@@ -79,23 +81,35 @@ class LinkTable:
     def install(self, link: Link, *, prefer_old: bool = False) -> Link | None:
         """Make a link the live one of its cluster; the one that has to go now, if any.
 
-        There can be an older one only where both sides link each other at once. ``prefer_old`` says that the older
-        one, if it leads to the same life of the peer, is the one that both sides keep.
+        An older one to the same life of the peer is either known to be superseded, or both sides have linked each
+        other at once; then ``prefer_old`` says that the older one is the one that both sides keep.
+
+        Raises:
+            LinkError: the link has ended already, or this engine has.
         """
         with self.changed:
+            if self._closed:
+                message = "this engine has been finalized"
+                raise LinkError(LLMStatusCode.LLM_FAILED, message)
             old = self._links.get(link.cluster_id)
             same_peer = old is not None and old.peer.identity.incarnation == link.peer.identity.incarnation
-            if old is not None and same_peer and prefer_old:
-                link.advance(LinkState.LINKED)
+            if old is not None and same_peer and old is not link.supersedes and prefer_old:
                 return link
+            if not link.advance(LinkState.LINKED):
+                message = "the connection ended during the handshake"
+                raise LinkError(LLMStatusCode.LLM_LINK_FAILED, message)
             if old is not None and same_peer:
                 link.initiated_here = link.initiated_here or old.initiated_here
                 link.comms |= old.comms
             self._links[link.cluster_id] = link
             self._lost.pop(link.cluster_id, None)
-            link.advance(LinkState.LINKED)
             self.changed.notify_all()
             return old
+
+    def close(self) -> None:
+        """Let no link be installed any more."""
+        with self.changed:
+            self._closed = True
 
     def remove(self, link: Link, lost: str | None) -> bool:
         """Take a link out; ``lost`` says why, if nobody asked for it. False if it is not the live one."""
@@ -190,8 +204,12 @@ class Linker:
 
         if len(peers) == 1:
             return [guarded(peers[0])]
-        futures = [self._workers.submit(functools.partial(guarded, peer)) for peer in peers]
-        return [future.result() for future in futures]  # type: ignore[misc]
+        try:
+            futures = [self._workers.submit(functools.partial(guarded, peer)) for peer in peers]
+            return [future.result() for future in futures]  # type: ignore[misc]
+        except CancelledError:
+            log.error("%s_clusters: this engine has been finalized meanwhile", verb)
+            return [LLMStatusCode.LLM_FAILED] * len(peers)
 
     def _link_one(self, peer: PeerAddress, deadline: Deadline) -> None:
         if len(peer.remotes) != 1:
@@ -221,11 +239,12 @@ class Linker:
                 return self._dial(peer.remotes[0], peer.cluster_id, deadline)
             except LinkError as error:
                 crossed = error.code in (LLMStatusCode.LLM_PROCESSING_LINK, LLMStatusCode.LLM_ALREADY_LINK)
-                if not crossed or deadline.expired():
-                    raise
-                link = self._table.wait_for_link(peer.cluster_id, deadline.at_most(_RETRY_S))
+                wait = deadline.at_most(_RETRY_S) if crossed else deadline.at_most(0)
+                link = self._table.wait_for_link(peer.cluster_id, wait)
                 if link is not None:
                     return link
+                if not crossed or deadline.expired():
+                    raise
 
     def _unlink_one(self, peer: PeerAddress, deadline: Deadline, *, force: bool) -> None:
         if not force and not self._hixl and len(peer.remotes) != 1:
@@ -252,6 +271,8 @@ class LinkEnder:
         self._table = table
         self._loop = loop
         self._release = release
+        self._lock = threading.Lock()
+        self._fading: set[Link] = set()
 
     def agree(self, link: Link, deadline: Deadline) -> None:
         """End it in good order: running transfers of both sides finish, the peer drops its half, then it is gone.
@@ -294,16 +315,39 @@ class LinkEnder:
         if not link.wait_idle(deadline):
             link.abort_transfers()
             link.wait_idle(Deadline.after(_ABORT_S))
-        self.drop(link, "unlinked by force")
+        self._fade(link, "unlinked by force")
 
     def retire(self, link: Link) -> None:
         """It has been replaced: running transfers of both sides finish, then it ends. Does not block."""
         link.advance(LinkState.CLOSING)
         link.when_idle(lambda: link.notify(messages.Bye(reason="replaced by another link of the same two clusters")))
-        self._loop.call_later(_RETIRE_S, lambda: self.drop(link, "replaced"))
+        self._fade(link, "replaced")
+
+    def _fade(self, link: Link, reason: str) -> None:
+        """Over on this side; the connection stays until the peer, whose transfers may still run, closes it."""
+        with self._lock:
+            self._fading.add(link)
+        self._table.remove(link, None)
+        link.advance(LinkState.CLOSING)
+        link.when_idle(link.release)
+        link.fade = self._loop.call_later(_RETIRE_S, lambda: link.channel.close(reason))
+        if link.channel.closed:
+            self._faded(link)
+
+    def _faded(self, link: Link) -> None:
+        if link.fade is not None:
+            link.fade.cancel()
+        with self._lock:
+            self._fading.discard(link)
+
+    def fading(self) -> list[Link]:
+        """Links that have ended here, but whose peers may still be copying."""
+        with self._lock:
+            return list(self._fading)
 
     def lose(self, link: Link, reason: str) -> None:
         """Its connection is gone and nobody asked for that. Does not block."""
+        self._faded(link)
         was_linked = link.state is LinkState.LINKED
         self._table.remove(link, None if link.peer_said_bye else reason)
         link.advance(LinkState.CLOSING)

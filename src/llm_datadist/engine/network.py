@@ -8,14 +8,14 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.comms import Comms
-from llm_datadist.engine.errors import failure, invalid
+from llm_datadist.engine.errors import LinkError, failure, invalid
 from llm_datadist.engine.handshake import Handshaker
-from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.links import Linker
 from llm_datadist.engine.listeners import Listeners
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.status import LLMStatusCode
+from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.requests import MemStatus, PeerAddress
     from llm_datadist.net.address import Address
 
-_CLOSE_S: Final = 2.0
+_CLOSE_S: Final = 1.0
 
 
 class Links(abc.ABC):
@@ -203,12 +203,14 @@ class NetworkLinks(Links):
                 return False
             return True
 
-        return self._on_each(quiet)
+        busy = self._on_each(quiet)
+        gone = [link for link in self._core.ender.fading() if not link.channel.wait_closed(deadline)]
+        return [*busy, *(link.cluster_id for link in gone)]
 
     def _on_each(self, work: Callable[[Link], bool]) -> list[int]:
         """Clusters for which ``work`` is false; several at once, where the interpreter still gives threads."""
         links = self._core.table.all()
-        workers = self._core.dial_workers
+        workers = self._core.end_workers
         try:
             futures = [workers.submit(functools.partial(work, link)) for link in links[1:]]
             results = [*map(work, links[:1]), *(bool(future.result()) for future in futures)]
@@ -218,15 +220,24 @@ class NetworkLinks(Links):
 
     def close(self) -> None:
         """See ``Links.close``."""
+        core = self._core
         self._listeners.close_all()
         self._comms.close()
-        deadline = Deadline.after(_CLOSE_S)
+        core.table.close()
 
         def end(link: Link) -> bool:
-            if link.state is LinkState.LINKED:
-                self._core.ender.end(link, deadline)
+            try:
+                core.ender.agree(link, Deadline.after(_CLOSE_S))
+            except LinkError as error:
+                log.info("cluster %d: %s", link.cluster_id, error)
             return True
 
         self._on_each(end)
-        for link in self._core.table.all():
-            self._core.ender.drop(link, "finalized")
+        if core.table.all():
+            # Peers that still copy are stopped by the table; then they can say that they have ended.
+            core.regions.stop()
+            self._on_each(end)
+        for link in core.table.all():
+            core.ender.drop(link, "finalized")
+        for session in list(core.sessions):
+            session.channel.close("finalized")

@@ -49,7 +49,10 @@ class Session:
         self._core = core
         self._host = host
         self._holds = Holds()
+        self.supersedes: Link | None = None
+        """A link to the same life of the peer that is dead at its end."""
         self._introduced = False
+        core.sessions.add(self)
         self._patience: Timer | None = None
         channel.on_message = self._message
         channel.on_close = self._closed
@@ -139,6 +142,7 @@ class Session:
 
     def _closed(self, _channel: Channel, reason: str) -> None:
         self._end_patience()
+        self._core.sessions.discard(self)
         self._core.service.drop(self._holds)
         if self.link is not None:
             self._core.ender.lose(self.link, reason)

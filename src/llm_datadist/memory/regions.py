@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -177,6 +178,12 @@ class RegionTable:
         with self._lock:
             return self._lock.wait_for(lambda: not self._leases, deadline.remaining())
 
+    def stop(self) -> None:
+        """Let no peer touch anything any more: the table is dead, all regions are gone. Idempotent."""
+        with self._lock:
+            self.rows[0, _STATE] = 0
+            self.rows[1:, _ID] = 0
+
     def close(self) -> None:
         """Mark the table dead for peers that map it and give its memory back; idempotent."""
         with self._lock:
@@ -206,11 +213,10 @@ class RegionView:
             OSError: it cannot be opened or mapped.
             RegionError: it is not a region table.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK a descriptor that is a pipe would hold us up for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            if os.fstat(fd).st_size != CAPACITY * ROW_BYTES:
-                message = f"{path} is not a region table"
-                raise RegionError(message)
+            _check_table(fd, path)
             mapped = mmap.mmap(fd, CAPACITY * ROW_BYTES, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -256,6 +262,18 @@ class RegionView:
             with contextlib.suppress(BufferError):  # a transfer that is just ending may still hold the rows
                 self._map.close()
             self._map = None
+
+
+def _check_table(fd: int, path: str) -> None:
+    """Refuse what is not a table, or could be truncated under our eyes, which would end this process with SIGBUS."""
+    facts = os.fstat(fd)
+    seals = 0
+    if stat.S_ISREG(facts.st_mode) and facts.st_size == CAPACITY * ROW_BYTES:
+        with contextlib.suppress(OSError):
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if not seals & fcntl.F_SEAL_SHRINK:
+        message = f"{path} is not a sealed region table"
+        raise RegionError(message)
 
 
 def distinct(regions: U64) -> U64:

@@ -62,7 +62,7 @@ class Channel:
         self._waiters: dict[int, _Waiter] = {}
         self._ids = itertools.count(1)
         self._close_reason: str | None = None
-        self._started = False
+        self._gone = threading.Event()
         self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
         self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
         sock.settimeout(None)  # calls here say MSG_DONTWAIT themselves
@@ -78,6 +78,10 @@ class Channel:
         """(ip, port) of the other end."""
         name = self._sock.getpeername()
         return str(name[0]), int(name[1])
+
+    def wait_closed(self, deadline: Deadline) -> bool:
+        """Wait until the connection is gone; whether that happened in time."""
+        return self._gone.wait(deadline.remaining())
 
     def start(self) -> None:
         """Begin to watch the connection; set the callbacks first."""
@@ -135,6 +139,7 @@ class Channel:
                 if self._outbox:
                     self._sock.send(self._outbox, socket.MSG_DONTWAIT)
                 self._sock.shutdown(socket.SHUT_RDWR)
+        self._gone.set()
         for waiter in waiters:
             waiter.event.set()
         self._loop.call_soon(self._closed_on_loop)

@@ -13,7 +13,7 @@ import os
 import selectors
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.utils import log
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
+_LONGEST_S: Final = 3600.0  # the system call ends at about 2**31 ms
 
 
 class Timer:
@@ -120,7 +121,7 @@ class Loop:
             return 0
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        return min(max(0.0, self._timers[0][0] - time.monotonic()), _LONGEST_S) if self._timers else None
 
     def _run_timers(self) -> None:
         while True:

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+import queue
+import threading
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
+
+    Task = tuple[Future[object], Callable[[], object]]
 
 
 class Workers:
-    """A bounded pool of threads; ``run`` is for callbacks whose result nobody waits for."""
+    """A bounded pool of daemon threads: unlike an executor's, they never hold up the end of the interpreter."""
 
     def __init__(self, name: str, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._name = name
+        self._count = count
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
         """Run ``work`` on a worker.
 
         Raises:
-            CancelledError: the pool is closed.
+            CancelledError: the pool is closed, or no thread can be started.
         """
+        future: Future[object] = Future()
+        with self._lock:
+            if self._closed:
+                message = "the workers are closed"
+                raise CancelledError(message)
+            # Every queued task has a thread that is idle or about to be, up to the limit.
+            if self._idle <= self._tasks.qsize() and self._threads < self._count:
+                self._start()
+            self._tasks.put((future, work))
+        return future
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True)
         try:
-            return self._pool.submit(work)
+            thread.start()
         except RuntimeError as error:
-            raise CancelledError(str(error)) from error
+            if not self._threads:
+                raise CancelledError(str(error)) from error
+            return
+        self._threads += 1
+        self._idle += 1
 
     def run(self, work: Callable[[], object]) -> bool:
         """Run ``work`` on a worker and log what it raises; False when the pool is closed."""
@@ -39,11 +65,34 @@ class Workers:
                 log.get_logger().exception("unexpected error in a worker thread")
 
         try:
-            self._pool.submit(guarded)
-        except RuntimeError:
+            self.submit(guarded)
+        except CancelledError:
             return False
         return True
 
     def close(self) -> None:
-        """Take no more work; what runs is finished, what waits is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Take no more work; what runs is finished, what waits is dropped. Does not wait. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            while not self._tasks.empty():
+                task = self._tasks.get_nowait()
+                if task is not None:
+                    task[0].cancel()
+            for _ in range(self._threads):
+                self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            with self._lock:
+                self._idle -= 1
+            future, work = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - whoever holds the future gets it
+                    future.set_exception(error)
+            del task, future, work
+            with self._lock:
+                self._idle += 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from llm_datadist.layout.spans import Spans
 from llm_datadist.memory.regions import RegionError
-from llm_datadist.paths.base import Path, PathError, PathRejectedError
+from llm_datadist.paths.base import Path, PathError, PathRejectedError, PeerGoneError
 from llm_datadist.paths.inprocess import InProcess
 from llm_datadist.paths.process_vm import ProcessVm
 from llm_datadist.paths.tcp import Tcp
@@ -54,6 +54,7 @@ class Route:
         ]
         self._path: Path | None = None
         self._ended: list[Path] = []
+        self._closed = False
 
     def connect(self, deadline: Deadline) -> Path:
         """The path in use; finds one first if there is none.
@@ -62,9 +63,14 @@ class Route:
             PathError: no permitted path works.
         """
         with self._lock:
-            if self._path is None:
+            if self._path is None and not self._closed:
                 self._path = self._climb(deadline)
-            return self._path
+            path = self._path
+        if self._closed or path is None:
+            self.close()  # it was closed while this thread had the lock
+            message = "the link was closed"
+            raise PeerGoneError(message)
+        return path
 
     def demote(self, path: Path, reason: str) -> None:
         """Stop using ``path``: the system does not permit it any more."""
@@ -95,10 +101,15 @@ class Route:
             path.abort()
 
     def close(self) -> None:
-        """Give up all paths; transfers must have ended."""
-        with self._lock:
+        """Give up all paths; transfers must have ended. Never waits: a thread that is just connecting does it then."""
+        self._closed = True
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             paths = [*self._ended, *([self._path] if self._path else [])]
             self._ended, self._path, self._left = [], None, []
+        finally:
+            self._lock.release()
         for path in paths:
             path.close()
 

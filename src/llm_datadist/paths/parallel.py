@@ -63,11 +63,15 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
         # Extended one by one: those that have been started are waited for even if the next one cannot be.
         futures.extend(workers.submit(functools.partial(guarded, part)) for part in parts[1:])
         guarded(parts[0])
+        for future, part in zip(futures, parts[1:], strict=True):
+            if future.cancel():  # all workers are busy, perhaps with a peer that is stalled
+                guarded(part)
     except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
         checkpoint.stop()
         errors.append(error)
     for future in futures:
-        _collect(future, errors, checkpoint)
+        if not future.cancel():
+            _collect(future, errors, checkpoint)
     real = [error for error in errors if not isinstance(error, StoppedError)]
     if not real:
         return

@@ -57,6 +57,7 @@ class ProcessVmPath(Path):
         self._view = view
         self._copiers = context.copiers
         self._threads = context.copy_threads
+        self._aborted = False
 
     def read(self, spans: Spans, deadline: Deadline, epoch: int = 0) -> None:
         """See ``Path.read``."""
@@ -81,6 +82,9 @@ class ProcessVmPath(Path):
 
         def look() -> None:
             checkpoint()
+            if self._aborted:
+                message = "the link was closed"
+                raise PeerGoneError(message)
             # Memory that is being taken back must not be written to; a read of it is found out afterwards.
             if writing and not view.still_live(regions):
                 message = "the destination was unregistered"
@@ -134,7 +138,8 @@ class ProcessVmPath(Path):
         self._view.close()
 
     def abort(self) -> None:
-        """Nothing to interrupt: a batch takes milliseconds and every one looks at the deadline."""
+        """See ``Path.abort``: a batch takes milliseconds, and none follows."""
+        self._aborted = True
 
     def describe(self) -> str:
         """See ``Path.describe``."""

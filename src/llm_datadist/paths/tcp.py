@@ -93,6 +93,8 @@ class TcpPath(Path):
         self._busy: set[_Connection] = set()
         self._opening = 0
         self._closed = False
+        self._unfenced: set[int] = set()
+        """Connections of failed writes of which the peer has not said yet that it has stopped."""
 
     def open(self, deadline: Deadline) -> None:
         """Open the connections.
@@ -112,6 +114,7 @@ class TcpPath(Path):
         self._transfer(Op.WRITE, spans, deadline, epoch)
 
     def _transfer(self, op: Op, spans: Spans, deadline: Deadline, epoch: int) -> None:
+        self._settle(deadline)
         checkpoint = Checkpoint(deadline)
         spans = spans.cut()
         shares = iovec.share(spans.lengths, CONNECTIONS if spans.total >= PARALLEL_BYTES else 1)
@@ -137,11 +140,26 @@ class TcpPath(Path):
                 # The peer may still be storing bytes that are on their way: wait until it has stopped.
                 _shut_down(connection)
                 quiescent = self._context.fence([connection.number], Deadline.after(_FENCE_S))
+                if not quiescent:
+                    with self._lock:
+                        self._unfenced.add(connection.number)
                 if isinstance(cause, PathError):
                     cause.quiescent = quiescent
             raise cause from error
         finally:
             self._give_back(connection, in_step=in_step)
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Let nothing follow a failed write before the peer has stopped it: it would overwrite what comes later."""
+        with self._lock:
+            numbers = sorted(self._unfenced)
+        if not numbers:
+            return
+        if not self._context.fence(numbers, deadline):
+            message = "the peer has not confirmed that an earlier write which failed has stopped"
+            raise PathTimeoutError(message)
+        with self._lock:
+            self._unfenced.difference_update(numbers)
 
     def _take(self, deadline: Deadline) -> _Connection:
         with self._lock:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _LINGER_MS: Final = 2
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
 _GRACE_S: Final = 0.5
+_MAX_CONNECTIONS: Final = 64
+"""Of one link."""
 
 
 class _Served:
@@ -58,21 +60,33 @@ class DataServer:
         self._workers = workers
         self._lock = threading.Lock()
         self._served: dict[tuple[bytes, int], _Served] = {}
+        self._given_up: dict[bytes, set[int]] = {}
 
     def add(self, token: bytes, number: int, sock: socket.socket) -> None:
         """Serve a connection from now on."""
-        tcp_stream.tune(sock)
-        served = _Served(sock)
         with self._lock:
-            old = self._served.get((token, number))
-            self._served[token, number] = served
-        if old is not None:
-            self._close(old)
+            refused = (
+                (token, number) in self._served
+                or number in self._given_up.get(token, ())
+                or sum(key[0] == token for key in self._served) >= _MAX_CONNECTIONS
+            )
+            if not refused:
+                served = self._served[token, number] = _Served(sock)
+        if refused:
+            log.warn("data connection %d of a link was refused: given up, in use, or one too many", number)
+            sock.close()
+            return
+        tcp_stream.tune(sock)
         self._loop.call_soon(lambda: self._watch((token, number), served))
 
     def give_up(self, token: bytes, numbers: list[int] | None, then: Callable[[], object]) -> None:
         """Close connections of a link (None: all) and call ``then`` when no request on them runs any more."""
         with self._lock:
+            if numbers is None:
+                self._given_up.pop(token, None)
+            else:
+                # One that has not arrived yet must not be served when it does: its asker has been told that it is over.
+                self._given_up.setdefault(token, set()).update(numbers)
             keys = [key for key in self._served if key[0] == token and (numbers is None or key[1] in numbers)]
             ending = [self._served.pop(key) for key in keys]
         countdown = _Countdown(len(ending), then)

@@ -56,22 +56,30 @@ def receive(sock: socket.socket, memory: U64, deadline: Deadline) -> None:
 def _pump(sock: socket.socket, memory: U64, deadline: Deadline, *, sending: bool) -> None:
     cursor = iovec.Cursor(memory)
     try:
-        set_timeouts(sock, deadline.remaining())
         while cursor.left:
+            set_timeouts(sock, deadline.remaining())
             address, count = cursor.window()
-            if sending:
-                done = syscalls.send_iovecs(sock.fileno(), address, count, socket.MSG_NOSIGNAL)
-            else:
-                done = syscalls.receive_iovecs(sock.fileno(), address, count, socket.MSG_WAITALL)
+            try:
+                if sending:
+                    done = syscalls.send_iovecs(sock.fileno(), address, count, socket.MSG_NOSIGNAL)
+                else:
+                    done = syscalls.receive_iovecs(sock.fileno(), address, count, socket.MSG_WAITALL)
+            except InterruptedError:  # by a signal, whose handler has run or will run in the main thread
+                _check(deadline, cursor)
+                continue
             if not done:
                 message = "the peer closed the data connection"
                 raise ConnectionLostError(message)
             cursor.advance(done)
-            if deadline.expired() and cursor.left:
-                message = f"the deadline passed after {cursor.done} of {cursor.total} bytes"
-                raise PathTimeoutError(message)
+            _check(deadline, cursor)
     except OSError as error:
         raise translate(error, f"after {cursor.done} of {cursor.total} bytes") from error
+
+
+def _check(deadline: Deadline, cursor: iovec.Cursor) -> None:
+    if cursor.left and deadline.expired():
+        message = f"the deadline passed after {cursor.done} of {cursor.total} bytes"
+        raise PathTimeoutError(message)
 
 
 def translate(error: OSError, where: str) -> PathError:

@@ -33,7 +33,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     boot_id: Name
     """Equal on both sides: the same running kernel."""
     pid_namespace: Size
-    pid: Size
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     start_time: Size
     """Of the process, in clock ticks since boot: a pid that is used again differs here."""
 
@@ -163,7 +163,7 @@ class Finish(Struct, frozen=True, kw_only=True, tag="finish"):
 class Resolve(Struct, frozen=True, kw_only=True, tag="resolve"):
     """Which regions hold these addresses of the receiver (message mode, raw destination addresses)."""
 
-    addresses: Annotated[list[U64], Meta(max_length=1 << 16)]
+    addresses: Annotated[list[U64], Meta(max_length=4096)]
     size: Positive
     """Bytes that must lie in one region, from each address on."""
 
@@ -200,7 +200,7 @@ class OpenData(Struct, frozen=True, kw_only=True, tag="open_data"):
 class Fence(Struct, frozen=True, kw_only=True, tag="fence"):
     """Answer when no request on these data connections can touch your memory any more; they are being given up."""
 
-    connections: Annotated[list[U64], Meta(max_length=64)]
+    connections: Annotated[list[U64], Meta(max_length=4096)]
 
 
 class Bye(Struct, frozen=True, kw_only=True, tag="bye"):

@@ -71,14 +71,12 @@ class Handshaker:
         session.channel.start()
         try:
             return self._introduce(session, address, cluster_id, deadline, comm)
-        except ChannelClosedError as error:
-            session.channel.close(str(error))
-            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
-        except ReplyTimeoutError as error:
-            session.channel.close("link timed out")
-            raise LinkError(LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}") from error
         except BaseException as error:
-            session.channel.close(f"link given up: {error!r}")
+            session.give_up(f"link given up: {error}")
+            if isinstance(error, ChannelClosedError):
+                raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
+            if isinstance(error, ReplyTimeoutError):
+                raise LinkError(LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}") from error
             raise
 
     def _introduce(
@@ -109,7 +107,6 @@ class Handshaker:
             link.catalogue(deadline)
         _agreed(session.channel.request(messages.Confirm(path=path), deadline), messages.Ok)
         if not self._install(link):
-            self._core.ender.retire(link)
             raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, "the peer has linked this side meanwhile")
         return link
 

@@ -69,6 +69,12 @@ class Session:
         self._introduced = True
         self.channel.trust()
 
+    def give_up(self, reason: str) -> None:
+        """The handshake has failed on this side: leave nothing behind."""
+        self.channel.close(reason)
+        if self.link is not None:  # it may have become known after the connection was lost
+            self._core.ender.lose(self.link, reason)
+
     def _message(self, channel: Channel, body: messages.Body, request_id: int) -> None:
         if isinstance(body, messages.Hello):
             if self._introduced:

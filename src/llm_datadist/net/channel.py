@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _READ_SIZE: Final = 256 << 10
 _MAX_OUTBOX: Final = 4 * framing.MAX_CONTROL_FRAME
+_SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # an embedding program may not ignore SIGPIPE
 _KEEPALIVE_S: Final = 10
 _USER_TIMEOUT_MS: Final = 60_000
 
@@ -137,7 +138,7 @@ class Channel:
             waiters = list(self._waiters.values())
             with contextlib.suppress(OSError):
                 if self._outbox:
-                    self._sock.send(self._outbox, socket.MSG_DONTWAIT)
+                    self._sock.send(self._outbox, _SEND_FLAGS)
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._gone.set()
         for waiter in waiters:
@@ -152,7 +153,7 @@ class Channel:
                 raise ChannelClosedError(self._close_reason)
             if not self._outbox:
                 try:
-                    data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
+                    data = data[self._sock.send(data, _SEND_FLAGS) :]
                 except BlockingIOError:
                     pass
                 except OSError:
@@ -184,7 +185,7 @@ class Channel:
             if self._close_reason is not None:
                 return
             with contextlib.suppress(BlockingIOError, OSError):
-                del self._outbox[: self._sock.send(self._outbox, socket.MSG_DONTWAIT)]
+                del self._outbox[: self._sock.send(self._outbox, _SEND_FLAGS)]
         self._watch()
 
     def _receive(self) -> None:

@@ -24,7 +24,8 @@ class Workers:
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = 0
-        self._idle = 0
+        self._free = 0
+        """Threads without a task, less tasks without a thread."""
         self._closed = False
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
@@ -38,9 +39,9 @@ class Workers:
             if self._closed:
                 message = "the workers are closed"
                 raise CancelledError(message)
-            # Every queued task has a thread that is idle or about to be, up to the limit.
-            if self._idle <= self._tasks.qsize() and self._threads < self._count:
+            if self._free <= 0 and self._threads < self._count:
                 self._start()
+            self._free -= 1
             self._tasks.put((future, work))
         return future
 
@@ -53,7 +54,7 @@ class Workers:
                 raise CancelledError(str(error)) from error
             return
         self._threads += 1
-        self._idle += 1
+        self._free += 1
 
     def run(self, work: Callable[[], object]) -> bool:
         """Run ``work`` on a worker and log what it raises; False when the pool is closed."""
@@ -85,8 +86,6 @@ class Workers:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            with self._lock:
-                self._idle -= 1
             future, work = task
             if future.set_running_or_notify_cancel():
                 try:
@@ -95,4 +94,4 @@ class Workers:
                     future.set_exception(error)
             del task, future, work
             with self._lock:
-                self._idle += 1
+                self._free += 1

@@ -20,6 +20,7 @@ from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutEr
 from llm_datadist.net.listener import connect
 from llm_datadist.paths.base import Context, PathError, Peer
 from llm_datadist.paths.ladder import Route
+from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -39,7 +40,6 @@ T = TypeVar("T")
 _MAX_LINK_S: Final = 60.0
 _PING_S: Final = 0.5
 _PREFETCH_S: Final = 1.0
-_MAX_DATA: Final = 4096
 
 
 class Handshaker:
@@ -145,11 +145,8 @@ class Handshaker:
     def open_data(self, link: Link, count: int) -> messages.Body:
         """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
         deadline = Deadline.after(_MAX_LINK_S)
-        link.data_opened += count
-        if link.data_opened > _MAX_DATA:
-            return refuse(
-                LLMStatusCode.LLM_LINK_FAILED, f"more than {_MAX_DATA} data connections over the life of a link"
-            )
+        if self._core.data_server.count(link.token) + count > MAX_CONNECTIONS:
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, f"a link has at most {MAX_CONNECTIONS} data connections")
         try:
             for _ in range(count):
                 number, sock = self._open_one(link, link.dialled or ("", 0), deadline, serve=False)

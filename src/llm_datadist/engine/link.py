@@ -160,8 +160,6 @@ class Link(PeerLink):
         """The link to the same life of the peer that is known to be dead at its end."""
         self.confirming = False
         """Whether the peer has sent its ``Confirm``."""
-        self.data_opened = 0
-        """Data connections opened at the peer's request."""
         self.pending_comm: str | None = None
         """The rank-table link for which the peer connected."""
         self.initiated_here = False

@@ -14,6 +14,7 @@ from llm_datadist.engine.links import Linker
 from llm_datadist.engine.listeners import Listeners
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.paths.ladder import one_sided
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -193,8 +194,11 @@ class NetworkLinks(Links):
 
     def drain(self, deadline: Deadline) -> list[int]:
         """See ``Links.drain``."""
+        core = self._core
 
         def quiet(link: Link) -> bool:
+            if not one_sided(link.peer, core.identity, core.options.paths):
+                return True  # its requests are served by us and held by leases
             try:
                 link.request(messages.Drain(), deadline)
             except ChannelClosedError:
@@ -204,7 +208,7 @@ class NetworkLinks(Links):
             return True
 
         busy = self._on_each(quiet)
-        gone = [link for link in self._core.ender.fading() if not link.channel.wait_closed(deadline)]
+        gone = [link for link in core.ender.fading() if not link.channel.wait_closed(deadline)]
         return [*busy, *(link.cluster_id for link in gone)]
 
     def _on_each(self, work: Callable[[Link], bool]) -> list[int]:

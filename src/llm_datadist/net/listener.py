@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.net.address import resolve, text
+from llm_datadist.net.forks import own
 from llm_datadist.net.loop import READ
 from llm_datadist.utils import log
 from llm_datadist.wire import framing
@@ -63,7 +64,7 @@ class Listener:
         self._on_control = on_control
         self._on_data = on_data
         self._strangers: dict[socket.socket, _Stranger] = {}
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        self._sock = own(socket.socket(family, socket.SOCK_STREAM))
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
@@ -111,7 +112,7 @@ class Listener:
                 return
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(next(iter(self._strangers)))
-            sock.settimeout(0)
+            own(sock).settimeout(0)
             patience = self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
             self._strangers[sock] = _Stranger(patience)
             self._loop.watch(sock, READ, functools.partial(self._greet, sock))
@@ -170,7 +171,7 @@ def connect(address: Address, greeting: bytes, deadline: Deadline) -> socket.soc
         ValueError: ``address`` is not an IP literal.
     """
     family, sockaddr = resolve(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = own(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.settimeout(max(deadline.remaining(), 0.001))
         sock.connect(sockaddr)

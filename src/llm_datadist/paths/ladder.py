@@ -21,10 +21,19 @@ if TYPE_CHECKING:
 
     from llm_datadist.paths.base import Context, Peer, Transport
     from llm_datadist.utils.deadline import Deadline
+    from llm_datadist.wire.messages import Identity
 
 TRANSPORTS: Final[dict[str, Transport]] = {transport.name: transport for transport in (InProcess(), ProcessVm(), Tcp())}
 """All known transports, best first."""
 DEFAULT_ORDER: Final = tuple(TRANSPORTS)
+
+
+def one_sided(peer: Peer, ours: Identity, permitted: Sequence[str]) -> bool:
+    """Whether the peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
+    same_host = bool(ours.boot_id) and peer.identity.boot_id == ours.boot_id
+    return same_host and any(
+        name in permitted and name in peer.offer.paths for name in (InProcess.name, ProcessVm.name)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LINGER_MS: Final = 2
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
 _GRACE_S: Final = 0.5
-_MAX_CONNECTIONS: Final = 64
+MAX_CONNECTIONS: Final = 64
 """Of one link."""
 
 
@@ -68,7 +68,7 @@ class DataServer:
             refused = (
                 (token, number) in self._served
                 or number in self._given_up.get(token, ())
-                or sum(key[0] == token for key in self._served) >= _MAX_CONNECTIONS
+                or sum(key[0] == token for key in self._served) >= MAX_CONNECTIONS
             )
             if not refused:
                 served = self._served[token, number] = _Served(sock)
@@ -78,6 +78,11 @@ class DataServer:
             return
         tcp_stream.tune(sock)
         self._loop.call_soon(lambda: self._watch((token, number), served))
+
+    def count(self, token: bytes) -> int:
+        """How many connections of a link are served."""
+        with self._lock:
+            return sum(key[0] == token for key in self._served)
 
     def give_up(self, token: bytes, numbers: list[int] | None, then: Callable[[], object]) -> None:
         """Close connections of a link (None: all) and call ``then`` when no request on them runs any more."""

@@ -265,9 +265,9 @@ def test_workers_log_what_nobody_waits_for(workers: Workers) -> None:
         raise PartError(message)
 
     with logged() as records:
-        assert workers.run(fail)
+        workers.run(fail)
         for _ in range(4):
-            assert workers.run(done.set)
+            workers.run(done.set)
         assert done.wait(WAIT_S)
         workers.submit(lambda: None).result(WAIT_S)
         workers.close()
@@ -275,7 +275,9 @@ def test_workers_log_what_nobody_waits_for(workers: Workers) -> None:
         while not records and not deadline.expired():
             time.sleep(0.001)
     assert [record.getMessage() for record in records] == ["unexpected error in a worker thread"]
-    assert not workers.run(fail)
+    dropped: list[str] = []
+    workers.run(fail, lambda: dropped.append("dropped"))
+    assert dropped == ["dropped"]
     with pytest.raises(CancelledError):
         workers.submit(lambda: None)
     workers.close()

@@ -56,8 +56,8 @@ class Workers:
         self._threads += 1
         self._free += 1
 
-    def run(self, work: Callable[[], object]) -> bool:
-        """Run ``work`` on a worker and log what it raises; False when the pool is closed."""
+    def run(self, work: Callable[[], object], dropped: Callable[[], object] = lambda: None) -> None:
+        """Run ``work`` on a worker and log what it raises; call ``dropped`` instead if the pool is or gets closed."""
 
         def guarded() -> None:
             try:
@@ -66,10 +66,11 @@ class Workers:
                 log.get_logger().exception("unexpected error in a worker thread")
 
         try:
-            self.submit(guarded)
+            future = self.submit(guarded)
         except CancelledError:
-            return False
-        return True
+            dropped()
+        else:
+            future.add_done_callback(lambda ended: dropped() if ended.cancelled() else None)
 
     def close(self) -> None:
         """Take no more work; what runs is finished, what waits is dropped. Does not wait. Idempotent."""

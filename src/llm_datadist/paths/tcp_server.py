@@ -130,8 +130,7 @@ class DataServer:
             if served.closing:
                 return
             served.busy = True
-        if not self._workers.run(lambda: self._serve(key, served)):
-            self._done(key, served, keep=False)
+        self._workers.run(lambda: self._serve(key, served), lambda: self._done(key, served, keep=False))
 
     def _serve(self, key: tuple[bytes, int], served: _Served) -> None:
         keep = False

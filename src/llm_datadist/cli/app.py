@@ -10,6 +10,7 @@ import typer
 from llm_datadist.cli.demo import run
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.plan import PathName, Plan
+from llm_datadist.native.build import main as native_main
 
 app = typer.Typer(
     name="llm-datadist",
@@ -45,3 +46,14 @@ def demo(
         typer.echo("llm-datadist demo: interrupted", err=True)
         code = 130
     raise typer.Exit(code)
+
+
+@app.command(name="cpp-config")
+def cpp_config(
+    *,
+    cflags: Annotated[bool, typer.Option("--cflags", help="Options for the compiler.")] = False,
+    libs: Annotated[bool, typer.Option("--libs", help="Options for the linker.")] = False,
+) -> None:
+    """Tell a C++ compiler where the library is that ``python -m llm_datadist.native build`` has built."""
+    wanted = [option for option, given in (("--cflags", cflags), ("--libs", libs)) if given]
+    raise typer.Exit(native_main(["config", *wanted]))

@@ -144,12 +144,14 @@ class Handshaker:
 
     def open_data(self, link: Link, count: int) -> messages.Body:
         """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
+        if link.dialled is None:
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, "the side that has connected opens data connections")
         deadline = Deadline.after(_MAX_LINK_S)
         if self._core.data_server.count(link.token) + count > MAX_CONNECTIONS:
             return refuse(LLMStatusCode.LLM_LINK_FAILED, f"a link has at most {MAX_CONNECTIONS} data connections")
         try:
             for _ in range(count):
-                number, sock = self._open_one(link, link.dialled or ("", 0), deadline, serve=False)
+                number, sock = self._open_one(link, link.dialled, deadline, serve=False)
                 self._core.data_server.add(link.token, number, sock)
         except PathError as error:
             return refuse(LLMStatusCode.LLM_LINK_FAILED, str(error))

@@ -297,13 +297,6 @@ def test_a_process_that_does_not_exist_is_an_os_error() -> None:
         )
 
 
-def test_read_memory_stops_where_the_mapping_does(guarded: Guarded) -> None:
-    assert syscalls.read_memory(PID, guarded.base, PAGE) == b"a" * PAGE
-    assert len(syscalls.read_memory(PID, guarded.base, 3 * PAGE)) < 3 * PAGE
-    with pytest.raises(OSError, match="process_vm_readv: Bad address"):
-        syscalls.read_memory(PID, guarded.hole, 8)
-
-
 # copy
 
 

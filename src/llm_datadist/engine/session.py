@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.service import Holds, refuse
-from llm_datadist.net.channel import Channel
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
 from llm_datadist.wire import messages
 from llm_datadist.wire.messages import Ok
 
 if TYPE_CHECKING:
-    import socket
-
     from llm_datadist.engine.core import Core
     from llm_datadist.engine.link import Link
+    from llm_datadist.net.channel import Channel
     from llm_datadist.net.loop import Timer
 
 _PATIENCE_S: Final = 10.0
@@ -152,8 +150,3 @@ class Session:
         self._core.service.drop(self._holds)
         if self.link is not None:
             self._core.ender.lose(self.link, reason)
-
-
-def control_session(sock: socket.socket, core: Core, host: Host) -> Session:
-    """A session on a connected socket; ``session.channel.start()`` begins it."""
-    return Session(Channel(sock, core.loop), core, host)

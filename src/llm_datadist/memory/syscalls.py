@@ -75,12 +75,3 @@ def receive_iovecs(fd: int, iovecs: int, count: int, flags: int) -> int:
     """``recvmsg`` into the ``count`` iovecs at address ``iovecs``; bytes received, 0 at the end of the stream."""
     header = _MsgHdr(iov=iovecs, iovlen=count)
     return _checked(_recvmsg(fd, ctypes.addressof(header), flags), "recvmsg")
-
-
-def read_memory(pid: int, address: int, size: int) -> bytes:
-    """``size`` bytes at ``address`` of process ``pid``; fewer where its mapping ends."""
-    buffer = ctypes.create_string_buffer(size)
-    local = (ctypes.c_uint64 * 2)(ctypes.addressof(buffer), size)
-    remote = (ctypes.c_uint64 * 2)(address, size)
-    count = process_vm_readv(pid, ctypes.addressof(local), ctypes.addressof(remote), 1)
-    return buffer.raw[:count]

@@ -145,6 +145,8 @@ class TcpPath(Path):
                         self._unfenced.add(connection.number)
                 if isinstance(cause, PathError):
                     cause.quiescent = quiescent
+            if cause is error:
+                raise
             raise cause from error
         finally:
             self._give_back(connection, in_step=in_step)

@@ -1,0 +1,1 @@
+"""Measure transfers beside what the machine can do at the very moment."""

@@ -8,6 +8,15 @@ from llm_datadist import LLMStatusCode
 from llm_datadist.engine.requests import MemStatus
 
 
+class FakeFew:
+    """No small transfer is known: all go the long way."""
+
+    def pull(self, *_: Any) -> bool:
+        return False
+
+    push = pull
+
+
 class FakeEngine:
     """Records calls as (method, arguments); ``failures`` maps a method to what it raises."""
 
@@ -20,6 +29,7 @@ class FakeEngine:
         self.mem_status = MemStatus.OK
         self.listen_address: tuple[str, int] | None = ("127.0.0.1", 26000)
         self.closed = 0
+        self.few = FakeFew()
         self._next_id = 0
 
     def _record(self, method: str, *args: Any) -> None:

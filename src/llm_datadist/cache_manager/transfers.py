@@ -30,14 +30,19 @@ from llm_datadist.layerwise.ranges import (
     optional_layer_range,
 )
 from llm_datadist.layerwise.task import OPERATION, BlockLists, CacheTask, LayerTransfer, plan_config
+from llm_datadist.paths.base import FEW
 from llm_datadist.status import raise_if_false, raise_if_true
 from llm_datadist.utils import utils
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
     from llm_datadist.cache.keys import AnyKey
     from llm_datadist.layerwise.configs import AnyConfig
+    from llm_datadist.utils.deadline import Deadline
+
+    FewTransfer: TypeAlias = Callable[[int, int, int, list[int], list[int], Deadline], bool]
 
 
 class Transfers(ManagerBase):
@@ -137,6 +142,10 @@ class Transfers(ManagerBase):
                 or the caches, or a wrong range; LLM_NOT_YET_LINK: no link to the peer; LLM_KV_CACHE_NOT_EXIST: no such
                 cache at one of the ends; LLM_TIMEOUT.
         """
+        engine = self._engine
+        deadline = engine.deadline()
+        if not kwargs and self._few(engine.few.pull, src_cache_key, dst_cache, dst_blocks, src_blocks, deadline):
+            return
         utils.check_isinstance("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
         utils.check_isinstance("dst_cache", dst_cache, Cache)
         source_blocks = utils.int_list("src_blocks", src_blocks)
@@ -162,7 +171,7 @@ class Transfers(ManagerBase):
             dst_layers=dst_layers,
             tensors_per_layer=per_layer,
         )
-        self._live("pull_blocks").pull(request)
+        self._live("pull_blocks").pull(request, deadline)
 
     def push_cache(
         self,
@@ -251,6 +260,11 @@ class Transfers(ManagerBase):
                 each other or the caches, or a wrong range; LLM_NOT_YET_LINK: no link to the peer;
                 LLM_KV_CACHE_NOT_EXIST: no such cache at one of the ends; LLM_TIMEOUT.
         """
+        engine = self._engine
+        deadline = engine.deadline()
+        whole = src_layer_range is dst_layer_range is None and tensor_num_per_layer == NUM_TENSORS_PER_LAYER
+        if whole and self._few(engine.few.push, dst_cache_key, src_cache, src_blocks, dst_blocks, deadline):
+            return
         self._check_push_allowed("push_blocks")
         utils.check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey)
         utils.check_isinstance("src_cache", src_cache, Cache)
@@ -274,7 +288,7 @@ class Transfers(ManagerBase):
             src_blocks=source_blocks or (),
             dst_blocks=target_blocks,
         )
-        self._live("push_blocks").push(request)
+        self._live("push_blocks").push(request, deadline)
 
     def transfer_cache_async(
         self,
@@ -333,6 +347,21 @@ class Transfers(ManagerBase):
         transfer = LayerTransfer(layer_synchronizer, plans, lambda request: self._live(OPERATION).push(request))
         transfer.start()
         return CacheTask(transfer)
+
+    def _few(
+        self, transfer: FewTransfer, key: object, cache: object, local: object, remote: object, deadline: Deadline
+    ) -> bool:
+        """Try the short way of small transfers, which knows what fits; False if nothing was moved, nor refused."""
+        return (
+            type(local) is list
+            and type(remote) is list
+            and len(local) <= FEW
+            and type(key) is BlocksCacheKey
+            and type(cache) is Cache
+            and cache.is_blocks_cache
+            and self._initialized
+            and transfer(key.cluster_id, key.model_id, cache.cache_id, local, remote, deadline)
+        )
 
     def _check_no_blocks(self, key: AnyKey, src_blocks: Sequence[int] | None) -> None:
         if isinstance(key, CacheKey):

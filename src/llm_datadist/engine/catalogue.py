@@ -55,6 +55,8 @@ class CacheEntry:
     """Its memory is being taken back: no new transfer may use it."""
     pins: int = 0
     """Transfers that use it right now."""
+    holders: set[object] = field(default_factory=set)
+    """Small transfers that do."""
     pulled: dict[RequestKey, set[int]] = field(default_factory=dict)
     """Tensors that layer-wise pulls of a key have covered."""
 
@@ -163,6 +165,24 @@ class Catalogue:
             entry.pins -= 1
             self._lock.notify_all()
 
+    def hold(self, entry: CacheEntry, holder: object) -> bool:
+        """``pin`` a cache that is known already; False if it must not be used any more.
+
+        Takes no lock: either this sees that the cache is hidden, or whoever has hidden it sees the holder.
+        """
+        entry.holders.add(holder)
+        if entry.hidden:
+            self.let_go(entry, holder)
+            return False
+        return True
+
+    def let_go(self, entry: CacheEntry, holder: object) -> None:
+        """Undo ``hold``."""
+        entry.holders.discard(holder)
+        if entry.hidden:
+            with self._lock:
+                self._lock.notify_all()
+
     def find(self, ref: messages.KeyRef) -> tuple[CacheEntry, int, RequestKey | None]:
         """What a peer names in message mode: pinned entry, batch index, and the key that a successful pull releases.
 
@@ -256,7 +276,7 @@ class Catalogue:
             for model_id in [model for model, holder in self._blocks.items() if holder is entry]:
                 del self._blocks[model_id]
             self._snapshot = None
-            return self._lock.wait_for(lambda: entry.pins == 0, deadline.remaining())
+            return self._lock.wait_for(lambda: not entry.pins and not entry.holders, deadline.remaining())
 
     def forget(self, entry: CacheEntry) -> bool:
         """Drop a hidden cache for good; True for the one caller that did it, who may free its memory."""

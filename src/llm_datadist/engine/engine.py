@@ -13,6 +13,7 @@ from llm_datadist.engine import local, loopback
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
+from llm_datadist.engine.few import FewTransfers
 from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
 from llm_datadist.engine.requests import CacheKind
@@ -64,6 +65,8 @@ class Engine:
         self._core = Core(cluster_id, options, self._release_later)
         self._links: Links = loopback.LoopbackLinks(self._core) if loopback.enabled() else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
+        self.few = FewTransfers(self._core, self._links)
+        self._timeout_s = options.sync_timeout_ms / 1000
         try:
             self._links.listen(options.listen)
         except BaseException:
@@ -287,15 +290,19 @@ class Engine:
 
     # Transfers
 
-    def pull(self, request: PullRequest) -> None:
-        """See ``Transfers.pull``."""
-        self._check(request.operation)
-        self._transfers.pull(request)
+    def deadline(self) -> Deadline:
+        """When a transfer that starts now must have ended."""
+        return Deadline.after(self._timeout_s)
 
-    def push(self, request: PushRequest) -> None:
-        """See ``Transfers.push``."""
+    def pull(self, request: PullRequest, deadline: Deadline | None = None) -> None:
+        """See ``Transfers.pull``; the default deadline is that of a transfer that starts now."""
         self._check(request.operation)
-        self._transfers.push(request)
+        self._transfers.pull(request, deadline or self.deadline())
+
+    def push(self, request: PushRequest, deadline: Deadline | None = None) -> None:
+        """See ``Transfers.push``; the default deadline is that of a transfer that starts now."""
+        self._check(request.operation)
+        self._transfers.push(request, deadline or self.deadline())
 
     # Links
 

@@ -15,6 +15,7 @@ from llm_datadist.paths.base import (
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
+    from llm_datadist.engine.link import PeerLink
     from llm_datadist.utils.deadline import Deadline
 
 RELINK_HINT: Final = "unlink the cluster with force=True and link it again"
@@ -59,6 +60,16 @@ def failure(
 def invalid(operation: str, context: str, *, peer: int | None = None, hint: str | None = None) -> LLMException:
     """The exception for arguments that cannot work."""
     return failure(LLMStatusCode.LLM_PARAM_INVALID, operation, context, peer=peer, phase="check", hint=hint)
+
+
+def path_failure(
+    error: Exception, operation: str, link: PeerLink, path: str | None, deadline: Deadline
+) -> LLMException:
+    """The exception for an error of a path; it tells the end of the link from that of one data connection."""
+    if isinstance(error, ConnectionLostError) and link.ends(deadline):
+        gone = PeerGoneError(f"the link ended: {error}", quiescent=error.quiescent)
+        return transfer_failure(gone, operation, link.cluster_id, path, deadline)
+    return transfer_failure(error, operation, link.cluster_id, path, deadline)
 
 
 def transfer_failure(error: Exception, operation: str, peer: int, path: str | None, deadline: Deadline) -> LLMException:

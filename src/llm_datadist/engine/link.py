@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
+    from llm_datadist.engine.few import Pairing
     from llm_datadist.net.address import Address
     from llm_datadist.net.channel import Channel
     from llm_datadist.net.loop import Timer
@@ -73,12 +74,26 @@ class PeerLink(abc.ABC):
     cluster_id: int
 
     @abc.abstractmethod
-    def transfer(self) -> contextlib.AbstractContextManager[None]:
-        """Count a running transfer.
+    def begin(self, ticket: object) -> None:
+        """Count a running transfer; ``ticket`` is any object.
 
         Raises:
             ChannelClosedError: the link is not up (any more).
         """
+
+    @abc.abstractmethod
+    def end(self, ticket: object) -> None:
+        """Count it no longer; without effect if it was not begun."""
+
+    @contextlib.contextmanager
+    def transfer(self) -> Iterator[None]:
+        """``begin`` and ``end``."""
+        ticket = object()
+        self.begin(ticket)
+        try:
+            yield
+        finally:
+            self.end(ticket)
 
     @abc.abstractmethod
     def path(self, deadline: Deadline) -> Path:
@@ -112,6 +127,8 @@ class PeerLink(abc.ABC):
     def __init__(self) -> None:
         self._catalogue: PeerCatalogue | None = None
         self._catalogue_lock = threading.Lock()
+        self.pairings: dict[tuple[int, int], Pairing] = {}
+        """What small transfers know already, by the peer's model id and the local cache id."""
 
     def catalogue(self, deadline: Deadline, outdated: PeerCatalogue | None = None) -> PeerCatalogue:
         """The peer's catalogue: the one known already, unless it is ``outdated``; then it is fetched again.
@@ -174,6 +191,8 @@ class Link(PeerLink):
         self._arrivals: queue.SimpleQueue[tuple[int, socket.socket] | None] = queue.SimpleQueue()
         self._route: Route | None = None
         self._lock = threading.Condition()
+        self._waiters = 0
+        """Threads that wait for it to become idle."""
         self._state = LinkState.CONNECTING
         self._running: set[object] = set()
         self._waiting: list[tuple[set[object], Callable[[], object]]] = []
@@ -232,29 +251,29 @@ class Link(PeerLink):
         if ended:
             route.close()
 
-    @contextlib.contextmanager
-    def transfer(self) -> Iterator[None]:
-        """See ``PeerLink.transfer``."""
-        ticket = object()
-        with self._lock:
-            if self._state is not LinkState.LINKED:
-                message = f"the link is {self._state.name.lower()}"
-                raise ChannelClosedError(message)
-            self._running.add(ticket)
-        try:
-            yield
-        finally:
-            self._ended(ticket)
+    def begin(self, ticket: object) -> None:
+        """Count a transfer. Takes no lock: either this sees that the link is not up, or who ended it sees the ticket.
 
-    def _ended(self, ticket: object) -> None:
-        due = []
+        Raises:
+            ChannelClosedError: the link is not up (any more).
+        """
+        self._running.add(ticket)
+        if self._state is not LinkState.LINKED:
+            self.end(ticket)
+            message = f"the link is {self._state.name.lower()}"
+            raise ChannelClosedError(message)
+
+    def end(self, ticket: object) -> None:
+        """Count it no longer."""
+        self._running.discard(ticket)
+        if self._waiters or self._waiting:
+            self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
         with self._lock:
-            self._running.discard(ticket)
-            for tickets, then in self._waiting:
-                tickets.discard(ticket)
-                if not tickets:
-                    due.append(then)
-            self._waiting = [item for item in self._waiting if item[0]]
+            waiting = [(tickets & self._running, then) for tickets, then in self._waiting]
+            due = [then for tickets, then in waiting if not tickets]
+            self._waiting = [item for item in waiting if item[0]]
             self._lock.notify_all()
         for then in due:
             then()
@@ -262,15 +281,17 @@ class Link(PeerLink):
     def when_idle(self, then: Callable[[], object]) -> None:
         """Call ``then`` once every transfer that runs now has ended; at once if none does."""
         with self._lock:
-            if self._running:
-                self._waiting.append((set(self._running), then))
-                return
-        then()
+            self._waiting.append((set(self._running), then))
+        self._tell_waiters()  # those that ended before they could see that somebody waits
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no transfer runs; whether that happened in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._running, deadline.remaining())
+            self._waiters += 1
+            try:
+                return self._lock.wait_for(lambda: not self._running, deadline.remaining())
+            finally:
+                self._waiters -= 1
 
     def path(self, deadline: Deadline) -> Path:
         """See ``PeerLink.path``."""

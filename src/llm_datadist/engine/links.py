@@ -52,6 +52,10 @@ class LinkTable:
         with self.changed:
             return self._links.get(cluster_id)
 
+    def peek(self, cluster_id: int) -> PeerLink | None:
+        """The link to a cluster, if there is one, in whatever state; takes no lock."""
+        return self._links.get(cluster_id)
+
     def require(self, cluster_id: int, operation: str) -> PeerLink:
         """The live link to a cluster.
 

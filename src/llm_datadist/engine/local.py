@@ -10,6 +10,7 @@ from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.engine.planning import BlockIds
 from llm_datadist.layout import plan
 from llm_datadist.layout.spans import LayoutError, Runs
+from llm_datadist.memory.iovec import Side
 from llm_datadist.memory.move import MemoryFaultError, copy
 from llm_datadist.status import LLMStatusCode
 
@@ -103,10 +104,7 @@ def _copy_staged(runs: Runs, tensors: U64) -> None:
 
 
 def _copy(operation: str, runs: Runs, sources: U64, targets: U64) -> None:
-    count = len(sources)
-    source = (sources[:, None] + runs.local.astype(np.uint64)[None, :]).reshape(-1)
-    target = (targets[:, None] + runs.remote.astype(np.uint64)[None, :]).reshape(-1)
     try:
-        copy(target, source, np.tile(runs.lengths, count))
+        copy(Side(targets, runs.remote), Side(sources, runs.local), runs.lengths)
     except MemoryFaultError as error:
         raise failure(LLMStatusCode.LLM_FAILED, operation, str(error), phase="transfer") from error

@@ -5,7 +5,6 @@ Turned on by ``llm_datadist.testing.loopback``; engines that are initialised whi
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from typing import TYPE_CHECKING
@@ -59,9 +58,11 @@ class LoopbackLink(PeerLink):
         self._path = InProcessPath(core.regions)
         self._holds = Holds()
 
-    def transfer(self) -> contextlib.AbstractContextManager[None]:
-        """See ``PeerLink.transfer``."""
-        return contextlib.nullcontext()
+    def begin(self, ticket: object) -> None:
+        """It is always up."""
+
+    def end(self, ticket: object) -> None:
+        """Nobody waits for its transfers."""
 
     def path(self, deadline: Deadline) -> Path:
         """See ``PeerLink.path``."""
@@ -122,6 +123,10 @@ class LoopbackLinks(Links):
             context = f"cluster {cluster_id} is not linked"
             raise failure(LLMStatusCode.LLM_NOT_YET_LINK, operation, context, peer=cluster_id, phase="link")
         return link
+
+    def peek(self, cluster_id: int) -> PeerLink | None:
+        """See ``Links.peek``."""
+        return self._links.get(cluster_id)
 
     def any_live(self) -> bool:
         """See ``Links.any_live``."""

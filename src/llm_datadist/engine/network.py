@@ -56,6 +56,10 @@ class Links(abc.ABC):
         """
 
     @abc.abstractmethod
+    def peek(self, cluster_id: int) -> PeerLink | None:
+        """The link to a cluster, if there is one, in whatever state."""
+
+    @abc.abstractmethod
     def any_live(self) -> bool:
         """Whether any cluster is linked."""
 
@@ -142,6 +146,10 @@ class NetworkLinks(Links):
     def require(self, cluster_id: int, operation: str) -> PeerLink:
         """See ``Links.require``."""
         return self._core.table.require(cluster_id, operation)
+
+    def peek(self, cluster_id: int) -> PeerLink | None:
+        """See ``Links.peek``."""
+        return self._core.table.peek(cluster_id)
 
     def any_live(self) -> bool:
         """See ``Links.any_live``."""

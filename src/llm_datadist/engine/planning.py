@@ -10,7 +10,7 @@ import numpy as np
 from llm_datadist.engine.errors import invalid
 from llm_datadist.engine.requests import CacheKind
 from llm_datadist.layout import plan
-from llm_datadist.layout.spans import LayoutError, spread
+from llm_datadist.layout.spans import LayoutError, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.peer_catalogue import PeerCache
     from llm_datadist.engine.requests import PullRequest, PushRequest
-    from llm_datadist.layout.spans import Runs, Spans
+    from llm_datadist.layout.spans import Runs
 
     I64 = NDArray[np.int64]
 
@@ -194,4 +194,5 @@ def _spread(runs: Runs, local: CacheEntry, here: range, remote: PeerCache, there
             f"numbers of tensors differ: {len(here)} of local cache {local.cache_id}, {len(there)} of the remote cache"
         )
         raise LayoutError(message)
-    return spread(runs, local.addrs[here.start : here.stop], remote.regions[there.start : there.stop])
+    regions = remote.regions[there.start : there.stop]
+    return Spans(local.addrs[here.start : here.stop], regions, np.zeros(len(regions), dtype=np.int64), runs)

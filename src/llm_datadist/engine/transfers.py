@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import numpy as np
 
-from llm_datadist.engine.errors import failure, invalid, transfer_failure
+from llm_datadist.engine.errors import failure, invalid, path_failure, transfer_failure
+from llm_datadist.engine.few import FewTransfers
 from llm_datadist.engine.peer_catalogue import peer_cache
 from llm_datadist.engine.planning import (
     BlockIds,
@@ -25,18 +26,11 @@ from llm_datadist.engine.planning import (
     source_tensors,
 )
 from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey
-from llm_datadist.layout.spans import LayoutError, spread
+from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.paths.base import (
-    ConnectionLostError,
-    PathDeniedError,
-    PathError,
-    PathTimeoutError,
-    PeerGoneError,
-)
+from llm_datadist.paths.base import PathDeniedError, PathError, PathTimeoutError
 from llm_datadist.status import LLMStatusCode, code_2_status
-from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
@@ -48,8 +42,8 @@ if TYPE_CHECKING:
     from llm_datadist.engine.network import Links
     from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
     from llm_datadist.engine.requests import Key, PullRequest, PushRequest
-    from llm_datadist.layout.spans import Spans
     from llm_datadist.status import LLMException
+    from llm_datadist.utils.deadline import Deadline
 
     Plan = Callable[[PeerCache, int], Spans]
 
@@ -76,14 +70,13 @@ class Transfers:
         self._core = core
         self._links = links
 
-    def pull(self, request: PullRequest) -> None:
+    def pull(self, request: PullRequest, deadline: Deadline) -> None:
         """Copy from a peer's cache into a local one; the bytes are in place when it returns.
 
         Raises:
             LLMException: see the public calls.
             TypeError: a negative block index.
         """
-        deadline = Deadline.after(self._core.options.sync_timeout_ms / 1000)
         ids = BlockIds.of(request.dst_blocks, request.src_blocks)
         if request.cluster_id == self._core.identity.cluster_id:
             raise invalid(request.operation, f"cluster {request.cluster_id} is this cluster itself")
@@ -96,18 +89,17 @@ class Transfers:
 
             if self._core.options.remote_accessible:
                 _check_accessible(local, request)
-                self._with_catalogue(request, request.key, link, spans, deadline, pull=True)
+                self._with_catalogue(request, request.key, link, local, spans, deadline, pull=True)
             else:
                 self._with_lookup(request, link, spans, deadline)
 
-    def push(self, request: PushRequest) -> None:
+    def push(self, request: PushRequest, deadline: Deadline) -> None:
         """Copy from a local cache to a peer; the bytes are in place *there* when it returns.
 
         Raises:
             LLMException: see the public calls.
             TypeError: a negative block index.
         """
-        deadline = Deadline.after(self._core.options.sync_timeout_ms / 1000)
         ids = BlockIds.of(request.src_blocks, request.dst_blocks)
         with self._local(request) as local:
             link = self._links.require(request.cluster_id, request.operation)
@@ -119,7 +111,7 @@ class Transfers:
             def spans(remote: PeerCache, batch_index: int) -> Spans:
                 return plan_push(local, remote, batch_index, request, ids)
 
-            self._with_catalogue(request, request.key, link, spans, deadline, pull=False)
+            self._with_catalogue(request, request.key, link, local, spans, deadline, pull=False)
 
     @contextlib.contextmanager
     def _local(self, request: PullRequest | PushRequest) -> Iterator[CacheEntry]:
@@ -132,7 +124,15 @@ class Transfers:
             self._core.catalogue.unpin(entry)
 
     def _with_catalogue(
-        self, request: Request, key: Key, link: PeerLink, spans: Plan, deadline: Deadline, *, pull: bool
+        self,
+        request: PullRequest | PushRequest,
+        key: Key,
+        link: PeerLink,
+        local: CacheEntry,
+        spans: Plan,
+        deadline: Deadline,
+        *,
+        pull: bool,
     ) -> None:
         """Plan with the peer's catalogue, which may be out of date.
 
@@ -143,8 +143,8 @@ class Transfers:
         refreshed = False
         for _ in range(_MAX_ATTEMPTS):
             try:
-                planned = _plan(request, catalogue, key, spans, pull=pull)
-                self._move(request, link, planned, deadline, catalogue.epoch, pull=pull)
+                remote, batch_index = _find(request, catalogue, key, pull=pull)
+                self._move(request, link, spans(remote, batch_index), deadline, catalogue.epoch, pull=pull)
             except (StaleEpochError, UnknownRegionError):
                 pass
             except (KeyError, LayoutError) as error:
@@ -153,6 +153,8 @@ class Transfers:
                         raise invalid(request.operation, str(error), peer=request.cluster_id) from error
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
+                if isinstance(key, BlocksKey):
+                    FewTransfers.remember(link, link.path(deadline), key.model_id, local, remote, catalogue.epoch)
                 return
             old, refreshed = catalogue, True
             catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))
@@ -203,8 +205,12 @@ class Transfers:
         if not isinstance(where, messages.Resolved) or len(where.regions) != len(ask.addresses):
             raise _refused(where, request)
         tensors = source_tensors(local, request)
-        spans = spread(runs, local.addrs[tensors.start : tensors.stop], np.array(where.regions, dtype=np.uint64))
-        spans.offsets[:] += np.repeat(np.array(where.offsets, dtype=np.int64), len(runs.lengths))
+        spans = Spans(
+            bases=local.addrs[tensors.start : tensors.stop],
+            regions=np.array(where.regions, dtype=np.uint64),
+            starts=np.array(where.offsets, dtype=np.int64),
+            runs=runs,
+        )
         try:
             self._move(request, link, spans, deadline, 0, pull=False)
         except RegionError as error:
@@ -234,10 +240,7 @@ class Transfers:
                     else:
                         return
         except (PathError, ChannelClosedError) as error:
-            cause: Exception = error
-            if isinstance(error, ConnectionLostError) and link.ends(deadline):
-                cause = PeerGoneError(f"the link ended: {error}")
-            raise transfer_failure(cause, request.operation, request.cluster_id, name, deadline) from error
+            raise path_failure(error, request.operation, link, name, deadline) from error
         except RegionError as error:
             if isinstance(error, (StaleEpochError, UnknownRegionError)) and not deadline.expired():
                 raise
@@ -251,14 +254,14 @@ class Transfers:
             raise transfer_failure(error, request.operation, request.cluster_id, None, deadline) from error
 
 
-def _plan(request: Request, catalogue: PeerCatalogue, key: Key, spans: Plan, *, pull: bool) -> Spans:
+def _find(request: Request, catalogue: PeerCatalogue, key: Key, *, pull: bool) -> tuple[PeerCache, int]:
     remote, batch_index = catalogue.find(key, pull=pull)
     if not remote.accessible:
         context = f"cache {remote.cache_id} of cluster {request.cluster_id} is not remote accessible"
         raise invalid(
             request.operation, context, peer=request.cluster_id, hint="register it with remote_accessible=True"
         )
-    return spans(remote, batch_index)
+    return remote, batch_index
 
 
 def _check_accessible(local: CacheEntry, request: Request) -> None:

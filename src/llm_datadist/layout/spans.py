@@ -1,4 +1,8 @@
-"""Spans: which bytes move, as arrays."""
+"""Spans: which bytes move.
+
+The same runs move in every pair of tensors, so spans are kept as what they are, a product: as many numbers as there are
+tensors plus as many as there are runs. Whatever is checked or planned costs that much, not one step a span.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from llm_datadist.memory import iovec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from llm_datadist.memory.iovec import Part
 
     U64 = NDArray[np.uint64]
     I64 = NDArray[np.int64]
@@ -28,43 +34,77 @@ class Runs:
     remote: I64
     lengths: I64
 
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """What one transfer moves. All arrays have one entry a span; a span lies in one region on the remote side."""
-
-    local: U64
-    """Absolute address in this process."""
-    regions: U64
-    """Region of the peer."""
-    offsets: I64
-    """Offset in that region, bytes."""
-    lengths: I64
-    """Bytes."""
+    def __getitem__(self, part: slice) -> Runs:
+        return Runs(self.local[part], self.remote[part], self.lengths[part])
 
     @property
     def total(self) -> int:
-        """Bytes of all spans."""
+        """Bytes of all runs."""
         return int(self.lengths.sum())
 
-    def cut(self) -> Spans:
-        """The same bytes in spans of at most ``iovec.MAX_PIECE``."""
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Lowest offset and highest end on the remote side."""
+        if not len(self.lengths):
+            return 0, 0
+        return int(self.remote.min()), int((self.remote + self.lengths).max())
+
+    def cut(self) -> Runs:
+        """The same bytes in runs of at most ``iovec.MAX_PIECE``."""
         cut = iovec.split_long(self.lengths)
         if cut is None:
             return self
         lengths, owner, start = cut
-        return Spans(
-            local=self.local[owner] + start.astype(np.uint64),
-            regions=self.regions[owner],
-            offsets=self.offsets[owner] + start,
-            lengths=lengths,
-        )
+        return Runs(self.local[owner] + start, self.remote[owner] + start, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What one transfer moves: every run in every tensor pair, tensor by tensor.
+
+    Run ``j`` of tensor ``i`` is at ``bases[i] + runs.local[j]`` in this process, and at ``starts[i] + runs.remote[j]``
+    in region ``regions[i]`` of the peer.
+    """
+
+    bases: U64
+    """Absolute address of each local tensor."""
+    regions: U64
+    """Region of the peer in which its counterpart lies."""
+    starts: I64
+    """Where in that region, bytes."""
+    runs: Runs
+
+    @property
+    def total(self) -> int:
+        """Bytes of all spans."""
+        return len(self.bases) * self.runs.total
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.bases) * len(self.runs)
 
-    def __getitem__(self, part: slice) -> Spans:
-        return Spans(self.local[part], self.regions[part], self.offsets[part], self.lengths[part])
+    def __getitem__(self, part: Part) -> Spans:
+        tensors, runs = part
+        return Spans(self.bases[tensors], self.regions[tensors], self.starts[tensors], self.runs[runs])
+
+    @property
+    def here(self) -> iovec.Side:
+        """The local side."""
+        return iovec.Side(self.bases, self.runs.local)
+
+    @classmethod
+    def single(cls, address: int, region: int, size: int) -> Spans:
+        """``size`` bytes here and at the start of a region."""
+        local, regions = np.array([[address], [region]], dtype=np.uint64)
+        zero = np.zeros(1, dtype=np.int64)
+        return cls(local, regions, zero, Runs(zero, zero, np.array([size], dtype=np.int64)))
+
+    def cut(self) -> Spans:
+        """The same bytes in spans of at most ``iovec.MAX_PIECE``."""
+        runs = self.runs.cut()
+        return self if runs is self.runs else Spans(self.bases, self.regions, self.starts, runs)
 
 
 def merge(local: I64, remote: I64, lengths: I64) -> Runs:
@@ -83,19 +123,3 @@ def merge(local: I64, remote: I64, lengths: I64) -> Runs:
         return Runs(local, remote, lengths)
     starts = np.flatnonzero(heads)
     return Runs(local[starts], remote[starts], np.add.reduceat(lengths, starts))
-
-
-def spread(runs: Runs, local_bases: U64, remote_regions: U64) -> Spans:
-    """The runs in every tensor pair, tensor by tensor.
-
-    ``local_bases`` are the addresses of the local tensors, ``remote_regions`` the regions of their counterparts,
-    pairwise.
-    """
-    tensors, count = len(local_bases), len(runs.lengths)
-    local = (local_bases[:, None] + runs.local.astype(np.uint64)[None, :]).reshape(-1)
-    return Spans(
-        local=local,
-        regions=np.repeat(remote_regions, count),
-        offsets=np.tile(runs.remote, tensors),
-        lengths=np.tile(runs.lengths, tensors),
-    )

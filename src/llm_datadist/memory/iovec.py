@@ -5,8 +5,7 @@ An iovec array is a C-contiguous ``uint64`` array of shape ``(n, 2)``: address, 
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -14,11 +13,14 @@ from llm_datadist.memory.syscalls import MAX_IOVECS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     U64 = NDArray[np.uint64]
     I64 = NDArray[np.int64]
+    Part: TypeAlias = tuple[slice, slice]
+    """Which bases, and which of the byte ranges after each of them."""
 
 MAX_PIECE: Final = 64 << 20
 """Bytes of the longest entry, and of one batch: what may pass between two looks at the deadline."""
@@ -30,6 +32,43 @@ def pair(addresses: U64, lengths: I64) -> U64:
     iovecs[:, 0] = addresses
     iovecs[:, 1] = lengths
     return iovecs
+
+
+def product(bases: U64, offsets: I64, lengths: I64) -> U64:
+    """The iovec array of the same byte ranges after every base: base by base, range by range."""
+    iovecs = np.empty((len(bases), len(offsets), 2), dtype=np.uint64)
+    np.add(bases[:, None], offsets.view(np.uint64), out=iovecs[:, :, 0])
+    iovecs[:, :, 1] = lengths
+    return iovecs.reshape(-1, 2)
+
+
+class Side(NamedTuple):
+    """One side of a copy: the same byte ranges after every base address."""
+
+    bases: U64
+    offsets: I64
+
+    def iovecs(self, lengths: I64, part: Part = (slice(None), slice(None))) -> U64:
+        """The iovec array of a part, or of all."""
+        bases, ranges = part
+        return product(self.bases[bases], self.offsets[ranges], lengths[ranges])
+
+
+def parts(bases: int, lengths: I64, max_entries: int = MAX_IOVECS, max_bytes: int = MAX_PIECE) -> Iterator[Part]:
+    """Cut the product of ``bases`` and byte ranges into parts of at most so many entries and bytes, in order.
+
+    A range longer than ``max_bytes`` is a part of its own.
+    """
+    count, total = len(lengths), int(lengths.sum())
+    if count <= max_entries and total <= max_bytes:
+        step = min(max_entries // max(count, 1), max_bytes // max(total, 1))
+        for first in range(0, bases, step):
+            yield slice(first, first + step), slice(0, count)
+        return
+    pieces = [slice(start, stop) for start, stop in batches(lengths, max_entries, max_bytes)]
+    for at in range(bases):
+        for piece in pieces:
+            yield slice(at, at + 1), piece
 
 
 def split_long(lengths: I64) -> tuple[I64, I64, I64] | None:
@@ -46,34 +85,21 @@ def split_long(lengths: I64) -> tuple[I64, I64, I64] | None:
     return np.minimum(lengths[owner] - start, MAX_PIECE), owner, start
 
 
-def batches(lengths: I64, max_entries: int = MAX_IOVECS) -> Iterator[tuple[int, int]]:
-    """Cut entries into runs ``[start, stop)`` of at most ``max_entries`` entries and ``MAX_PIECE`` bytes.
+def batches(lengths: I64, max_entries: int = MAX_IOVECS, max_bytes: int = MAX_PIECE) -> Iterator[tuple[int, int]]:
+    """Cut entries into runs ``[start, stop)`` of at most ``max_entries`` entries and ``max_bytes`` bytes.
 
-    No entry may be longer than that (``split_long``).
+    A longer entry is a run of its own.
     """
     count = len(lengths)
     ends = np.cumsum(lengths)
     start = 0
     done = 0
     while start < count:
-        stop = int(np.searchsorted(ends, done + MAX_PIECE, side="right"))
-        stop = min(stop, start + max_entries, count)
+        stop = int(np.searchsorted(ends, done + max_bytes, side="right"))
+        stop = max(start + 1, min(stop, start + max_entries, count))
         yield start, stop
         start = stop
         done = int(ends[stop - 1])
-
-
-def share(lengths: I64, parts: int) -> list[tuple[int, int]]:
-    """Cut entries into at most ``parts`` runs of about the same number of bytes."""
-    if parts == 1:
-        return [(0, len(lengths))] if len(lengths) else []
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    marks = np.array([int(bounds[-1]) * part // parts for part in range(1, parts)], dtype=np.int64)
-    above = np.searchsorted(bounds, marks)
-    below = np.maximum(above - 1, 0)
-    nearest = np.where(bounds[above] - marks <= marks - bounds[below], above, below)
-    cuts = [0, *nearest.tolist(), len(lengths)]
-    return [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 class Cursor:
@@ -105,8 +131,8 @@ class Cursor:
         return self.total - self._done
 
     def window(self) -> tuple[int, int]:
-        """Address of the next entry and how many entries one call may take."""
-        return self._iovecs.ctypes.data + 16 * self._index, min(MAX_IOVECS, len(self._iovecs) - self._index)
+        """Address of the next entry and how many entries are left."""
+        return self._iovecs.ctypes.data + 16 * self._index, len(self._iovecs) - self._index
 
     def advance(self, count: int) -> None:
         """Pass ``count`` bytes."""

@@ -6,14 +6,16 @@ import collections
 import ctypes
 import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist.memory import iovec, syscalls
+from llm_datadist.memory.iovec import Side
+from llm_datadist.memory.syscalls import MAX_IOVECS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -24,30 +26,28 @@ if TYPE_CHECKING:
 DENIED = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
 """What the kernel answers where process_vm_* is not allowed: another user, a namespace, seccomp, not dumpable."""
 
+_FAULTS: Final = frozenset({errno.EFAULT, errno.ENOMEM})
+
 
 class MemoryFaultError(Exception):
     """An address that is registered is not mapped, or not with the access that is needed."""
 
 
-def move(call: VmCall, pid: int, local: U64, remote: U64, checkpoint: Callable[[], object]) -> None:
+def move(call: VmCall, pid: int, local: U64, remote: U64) -> None:
     """Move all bytes of two iovec arrays that are cut alike; returns when the last one is in place.
 
-    ``checkpoint`` is called before each batch of at most 64 MiB and may raise to stop. The arrays may be changed.
+    At most ``MAX_IOVECS`` entries. The arrays may be changed.
 
     Raises:
         MemoryFaultError: part of the memory is not mapped.
         OSError: the kernel refused (``DENIED``), or the process is gone (ESRCH).
     """
-    base_local, base_remote = local.ctypes.data, remote.ctypes.data
-    for start, stop in iovec.batches(local[:, 1].astype(np.int64)):
-        checkpoint()
-        count = stop - start
-        try:
-            done = call(pid, base_local + 16 * start, base_remote + 16 * start, count)
-        except OSError as error:
-            raise _fault(error, local[start], remote[start], pid) from error
-        if done != int(local[start:stop, 1].sum()):
-            _resume(call, pid, local[start:stop], remote[start:stop], done)
+    try:
+        done = call(pid, local.ctypes.data, remote.ctypes.data, len(local))
+    except OSError as error:
+        raise _fault(error, local[0], remote[0], pid) from error
+    if done != int(local[:, 1].sum()):
+        _resume(call, pid, local, remote, done)
 
 
 def _resume(call: VmCall, pid: int, local: U64, remote: U64, done: int) -> None:
@@ -69,7 +69,7 @@ def _resume(call: VmCall, pid: int, local: U64, remote: U64, done: int) -> None:
 
 
 def _fault(error: OSError, local: U64, remote: U64, pid: int) -> Exception:
-    if error.errno not in (errno.EFAULT, errno.ENOMEM):
+    if error.errno not in _FAULTS:
         return error
     return MemoryFaultError(
         f"cannot access {int(local[1])} bytes at {int(local[0]):#x} here or at {int(remote[0]):#x} in process {pid}: "
@@ -77,23 +77,39 @@ def _fault(error: OSError, local: U64, remote: U64, pid: int) -> Exception:
     )
 
 
-def mapped(addresses: U64) -> bool:
+def mapped(addresses: Sequence[int]) -> bool:
     """Whether the bytes at these addresses of this process can be read; True where the system does not let us look."""
-    count = len(addresses)
-    target = np.zeros(count, dtype=np.uint8)
-    ones = np.ones(count, dtype=np.int64)
-    here = iovec.pair(np.uint64(target.ctypes.data) + np.arange(count, dtype=np.uint64), ones)
-    try:
-        move(syscalls.process_vm_readv, os.getpid(), here, iovec.pair(addresses, ones), lambda: None)
-    except MemoryFaultError:
-        return False
-    except OSError:
-        return True
+    for first in range(0, len(addresses), MAX_IOVECS):
+        part = addresses[first : first + MAX_IOVECS]
+        words, byte = 2 * len(part), ctypes.c_char()
+        here = (ctypes.c_uint64 * words)(*(ctypes.addressof(byte), 1) * len(part))
+        there = (ctypes.c_uint64 * words)(*[word for address in part for word in (address, 1)])
+        try:
+            done = syscalls.process_vm_readv(os.getpid(), ctypes.addressof(here), ctypes.addressof(there), len(part))
+        except OSError as error:
+            return error.errno not in _FAULTS
+        if done != len(part):
+            return False
     return True
 
 
-def copy(destinations: U64, sources: U64, lengths: I64, checkpoint: Callable[[], object] = lambda: None) -> None:
-    """Copy spans within this process. Spans of one call must not overlap.
+def scatter(data: memoryview, memory: U64) -> None:
+    """Copy bytes into the first of the ranges that an iovec array names.
+
+    Raises:
+        MemoryFaultError: part of the memory is not mapped.
+    """
+    ends = np.cumsum(memory[:, 1].astype(np.int64))
+    count = int(np.searchsorted(ends, len(data))) + 1
+    lengths = memory[:count, 1].astype(np.int64)
+    lengths[-1] -= int(ends[count - 1]) - len(data)
+    source = np.array([np.frombuffer(data, dtype=np.uint8).ctypes.data], dtype=np.uint64)
+    here = Side(np.zeros(1, dtype=np.uint64), memory[:count, 0].astype(np.int64))
+    copy(here, Side(source, np.cumsum(lengths) - lengths), lengths)
+
+
+def copy(target: Side, source: Side, lengths: I64, checkpoint: Callable[[], object] = lambda: None) -> None:
+    """Copy byte ranges within this process, the same ones after every base. They must not overlap.
 
     The kernel copies, so a bad address raises instead of killing the process; where it may not, memmove does.
     ``checkpoint`` is called now and then and may raise to stop.
@@ -104,19 +120,22 @@ def copy(destinations: U64, sources: U64, lengths: I64, checkpoint: Callable[[],
     cut = iovec.split_long(lengths)
     if cut is not None:
         lengths, owner, start = cut
-        destinations = destinations[owner] + start.astype(np.uint64)
-        sources = sources[owner] + start.astype(np.uint64)
+        target = Side(target.bases, target.offsets[owner] + start)
+        source = Side(source.bases, source.offsets[owner] + start)
     try:
-        move(
-            syscalls.process_vm_readv,
-            os.getpid(),
-            iovec.pair(destinations, lengths),
-            iovec.pair(sources, lengths),
-            checkpoint,
-        )
+        _move_all(target, source, lengths, checkpoint)
     except OSError as error:
         if error.errno not in DENIED:
             raise
+        for part in iovec.parts(len(target.bases), lengths):
+            checkpoint()
+            to, outof = (side.iovecs(lengths, part) for side in (target, source))
+            calls = map(ctypes.memmove, to[:, 0].tolist(), outof[:, 0].tolist(), to[:, 1].tolist())
+            collections.deque(calls, maxlen=0)
+
+
+def _move_all(target: Side, source: Side, lengths: I64, checkpoint: Callable[[], object]) -> None:
+    pid = os.getpid()
+    for part in iovec.parts(len(target.bases), lengths):
         checkpoint()
-        calls = map(ctypes.memmove, destinations.tolist(), sources.tolist(), lengths.tolist())
-        collections.deque(calls, maxlen=0)
+        move(syscalls.process_vm_readv, pid, target.iovecs(lengths, part), source.iovecs(lengths, part))

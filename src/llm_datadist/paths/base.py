@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from llm_datadist.layout.spans import Runs, Spans
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from llm_datadist.layout.spans import Spans
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.workers import Workers
     from llm_datadist.utils.deadline import Deadline
@@ -96,6 +99,52 @@ class Context:
     """Ask the peer to stop using these data connections; whether it confirmed."""
 
 
+FEW: Final = 64
+"""Spans of a transfer that is better planned with plain ints: an array costs a microsecond before it holds anything."""
+
+
+class TensorPairs(NamedTuple):
+    """Local tensors and their counterparts, as they were looked up."""
+
+    bases: Sequence[int]
+    """Address of each local one."""
+    regions: Sequence[int]
+    """Region of the peer that holds its counterpart, from its start."""
+    epoch: int
+    """Of the peer's region table at that time."""
+
+
+class Shortcut:
+    """Moves few equal pieces of the same tensors, again and again.
+
+    Of each tensor, the piece ``here[i]`` belongs to the piece ``there[i]`` of its counterpart, counted in pieces of
+    ``size`` bytes. Tensors times pieces are at most ``FEW``; destinations differ. Guarantees and errors are those of
+    ``Path``.
+    """
+
+    def __init__(self, path: Path, pairs: TensorPairs) -> None:
+        self._path = path
+        self._pairs = pairs
+
+    def read(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
+        """See ``Path.read``."""
+        self._path.read(self._spans(size, here, there), deadline, self._pairs.epoch)
+
+    def write(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
+        """See ``Path.write``."""
+        self._path.write(self._spans(size, here, there), deadline, self._pairs.epoch)
+
+    def _spans(self, size: int, here: Sequence[int], there: Sequence[int]) -> Spans:
+        bases, regions, _ = self._pairs
+        local, remote = np.array([here, there], dtype=np.int64) * size
+        return Spans(
+            bases=np.array(bases, dtype=np.uint64),
+            regions=np.array(regions, dtype=np.uint64),
+            starts=np.zeros(len(bases), dtype=np.int64),
+            runs=Runs(local, remote, np.full(len(local), size, dtype=np.int64)),
+        )
+
+
 class Path(abc.ABC):
     """Moves spans to and from one peer. All methods may be called from any thread, also at the same time.
 
@@ -123,6 +172,10 @@ class Path(abc.ABC):
             RegionError: as for ``read``.
             PathError: as for ``read``.
         """
+
+    def shortcut(self, pairs: TensorPairs) -> Shortcut:
+        """A short way for small transfers between these tensors; a path that has a shorter one overrides it."""
+        return Shortcut(self, pairs)
 
     @abc.abstractmethod
     def close(self) -> None:

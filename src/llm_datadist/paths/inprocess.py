@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from llm_datadist.memory.iovec import Side
 from llm_datadist.memory.move import MemoryFaultError, copy
 from llm_datadist.memory.regions import RegionView, StaleEpochError
 from llm_datadist.paths.base import Path, PathFaultError, PathRejectedError, PeerGoneError, Transport
@@ -53,14 +54,15 @@ class InProcessPath(Path):
         if not view.alive:
             message = "the other engine in this process has been finalized"
             raise PeerGoneError(message)
-        with self._table.lease(spans.regions):
+        with self._table.lease(spans.regions.tolist()):
             if epoch not in (0, view.epoch):
                 message = f"planned with epoch {epoch}, now {view.epoch}"
                 raise StaleEpochError(message)
-            remote = view.addresses(spans.regions, spans.offsets, spans.lengths)
-            target, source = (spans.local, remote) if into_local else (remote, spans.local)
+            runs = spans.runs
+            there = Side(view.bases(spans.regions, spans.starts, runs.extent), runs.remote)
+            target, source = (spans.here, there) if into_local else (there, spans.here)
             try:
-                copy(target, source, spans.lengths, Checkpoint(deadline))
+                copy(target, source, runs.lengths, Checkpoint(deadline))
             except MemoryFaultError as error:
                 raise PathFaultError(str(error)) from error
 

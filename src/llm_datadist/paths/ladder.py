@@ -160,12 +160,7 @@ def probe(path: Path, peer: Peer, deadline: Deadline) -> None:
     """
     nonce = peer.offer.nonce
     buffer = np.zeros(len(nonce), dtype=np.uint8)
-    spans = Spans(
-        local=np.array([buffer.ctypes.data], dtype=np.uint64),
-        regions=np.array([peer.offer.probe_region], dtype=np.uint64),
-        offsets=np.zeros(1, dtype=np.int64),
-        lengths=np.array([len(nonce)], dtype=np.int64),
-    )
+    spans = Spans.single(buffer.ctypes.data, peer.offer.probe_region, len(nonce))
     path.read(spans, deadline)
     if buffer.tobytes() != nonce:
         message = "it reads other bytes than the peer holds: this is not the process that introduced itself"

@@ -6,93 +6,49 @@ Bytes go straight between sockets and registered memory, without staging copies.
 from __future__ import annotations
 
 import contextlib
-import functools
-import socket
 import threading
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from llm_datadist.memory import iovec
-from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
-from llm_datadist.paths import tcp_stream
 from llm_datadist.paths.base import (
     ConnectionLostError,
     Path,
     PathError,
-    PathFaultError,
     PathRejectedError,
     PathTimeoutError,
-    PeerGoneError,
+    Shortcut,
     Transport,
 )
 from llm_datadist.paths.parallel import Checkpoint, run
+from llm_datadist.paths.tcp_asker import Asker, AskerPool, FewPieces, RequestRefusedError
 from llm_datadist.utils.deadline import Deadline
-from llm_datadist.wire.data import MAX_SPANS, REPLY_BYTES, Op, Reply, Request, Result, encode_spans
+from llm_datadist.wire.data import MAX_SPANS, Op
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from llm_datadist.layout.spans import Spans
-    from llm_datadist.paths.base import Context, Peer
+    from llm_datadist.paths.base import Context, Peer, TensorPairs
 
 CONNECTIONS: Final = 2
+"""That large transfers share."""
 PARALLEL_BYTES: Final = 1 << 20
+REQUEST_BYTES: Final = 128 << 20
+"""Of one request at most. Large, because its owner may have to wait for the interpreter before each."""
 _FENCE_S: Final = 0.15
-_REFUSALS: Final[dict[Result, type[RegionError | PathFaultError]]] = {
-    Result.STALE: StaleEpochError,
-    Result.UNKNOWN_REGION: UnknownRegionError,
-    Result.OUT_OF_RANGE: RegionError,
-    Result.FAULT: PathFaultError,
-}
-
-
-class RequestRefusedError(Exception):
-    """The owner refused a request and moved nothing; the connection is in step."""
-
-    def __init__(self, error: RegionError | PathFaultError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class _Connection:
-    """One data connection on which this side asks."""
-
-    def __init__(self, number: int, sock: socket.socket) -> None:
-        self.number = number
-        self.sock = sock
-        tcp_stream.tune(sock)
-
-    def exchange(self, op: Op, spans: Spans, deadline: Deadline, epoch: int) -> None:
-        """One request and its reply. After an error other than a refusal the connection is out of step."""
-        total = spans.total
-        timeout_ms = max(1, int(deadline.remaining() * 1000))
-        header = Request(op, len(spans), epoch, total, min(timeout_ms, 2**32 - 1)).encode()
-        table = encode_spans(spans.regions, spans.offsets, spans.lengths)
-        memory = iovec.pair(spans.local, spans.lengths)
-        outgoing = [tcp_stream.iovec_of(header), tcp_stream.iovec_of(table)]
-        if op is Op.WRITE:
-            outgoing.append(memory)
-        tcp_stream.send(self.sock, np.concatenate(outgoing), deadline)
-        reply = Reply.decode(tcp_stream.receive_exactly(self.sock, REPLY_BYTES, deadline))
-        if reply.result is not Result.OK:
-            reason = tcp_stream.receive_exactly(self.sock, reply.reason_bytes, deadline)
-            raise RequestRefusedError(_REFUSALS[reply.result](reason.decode("utf-8", "replace")))
-        if op is Op.READ:
-            tcp_stream.receive(self.sock, memory, deadline)
 
 
 class TcpPath(Path):
-    """A small pool of data connections; a large transfer uses several at once."""
+    """A few data connections: a large transfer uses several at once, a small one does not wait for large ones."""
 
     name = "tcp"
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._lock = threading.Condition()
-        self._idle: list[_Connection] = []
-        self._busy: set[_Connection] = set()
-        self._opening = 0
-        self._closed = False
+        self._large = AskerPool(CONNECTIONS, context.open_data)
+        self._small = AskerPool(CONNECTIONS, context.open_data)
+        self._lock = threading.Lock()
         self._unfenced: set[int] = set()
         """Connections of failed writes of which the peer has not said yet that it has stopped."""
 
@@ -102,8 +58,10 @@ class TcpPath(Path):
         Raises:
             PathError: the peer cannot be reached.
         """
-        for number, sock in self._context.open_data(CONNECTIONS, deadline):
-            self._idle.append(_Connection(number, sock))
+        askers = [Asker(number, sock) for number, sock in self._context.open_data(CONNECTIONS + 1, deadline)]
+        for asker in askers[1:]:
+            self._large.adopt(asker)
+        self._small.adopt(askers[0])
 
     def read(self, spans: Spans, deadline: Deadline, epoch: int = 0) -> None:
         """See ``Path.read``."""
@@ -113,43 +71,59 @@ class TcpPath(Path):
         """See ``Path.write``."""
         self._transfer(Op.WRITE, spans, deadline, epoch)
 
+    def shortcut(self, pairs: TensorPairs) -> Shortcut:
+        """See ``Path.shortcut``."""
+        return _OneExchange(self, pairs)
+
     def _transfer(self, op: Op, spans: Spans, deadline: Deadline, epoch: int) -> None:
         self._settle(deadline)
         checkpoint = Checkpoint(deadline)
         spans = spans.cut()
-        shares = iovec.share(spans.lengths, CONNECTIONS if spans.total >= PARALLEL_BYTES else 1)
-        parts = [functools.partial(self._part, op, spans[a:b], deadline, epoch, checkpoint) for a, b in shares]
-        run(parts, self._context.copiers, checkpoint)
+        count = CONNECTIONS if spans.total >= PARALLEL_BYTES else 1
+        pool = self._large if count > 1 else self._small
+        size = min(REQUEST_BYTES, -(-spans.total // count))
+        parts = iter(list(iovec.parts(len(spans.bases), spans.runs.lengths, MAX_SPANS, size)))
 
-    def _part(self, op: Op, spans: Spans, deadline: Deadline, epoch: int, checkpoint: Checkpoint) -> None:
-        connection = self._take(deadline)
-        in_step = True
+        def work() -> None:
+            requests = (spans[part] for part in parts)  # shared: each connection takes the next one
+            with self._connection(op, pool, deadline) as asker:
+                _pipeline(asker, op, requests, deadline, epoch, checkpoint)
+
+        run([work] * count, self._context.copiers, checkpoint)
+
+    def exchange_few(self, op: Op, few: FewPieces, deadline: Deadline) -> None:
+        """One request and its reply, without arrays."""
+        if self._unfenced:
+            self._settle(deadline)
+        with self._connection(op, self._small, deadline) as asker:
+            asker.exchange_few(op, few, deadline)
+
+    @contextlib.contextmanager
+    def _connection(self, op: Op, pool: AskerPool, deadline: Deadline) -> Iterator[Asker]:
+        """A connection for one transfer; what goes wrong on it becomes the error of a path."""
+        asker = pool.take(deadline)
         try:
-            for start, stop in iovec.batches(spans.lengths, MAX_SPANS):
-                checkpoint()
-                in_step = False
-                connection.exchange(op, spans[start:stop], deadline, epoch)
-                in_step = True
-                epoch = 0  # the first request has settled it; from here on the regions alone decide
-        except RequestRefusedError as refusal:
-            in_step = True
-            raise refusal.error from None
+            yield asker
         except BaseException as error:  # also Ctrl-C: when it gets to the caller, nothing moves any more
-            cause = ConnectionLostError(str(error)) if isinstance(error, ProtocolError) else error
-            if op is Op.WRITE and not in_step:
+            cause: BaseException = error
+            if isinstance(error, RequestRefusedError):
+                cause = error.error
+            elif isinstance(error, ProtocolError):
+                cause = ConnectionLostError(str(error))
+            if op is Op.WRITE and asker.under_way:
                 # The peer may still be storing bytes that are on their way: wait until it has stopped.
-                _shut_down(connection)
-                quiescent = self._context.fence([connection.number], Deadline.after(_FENCE_S))
+                asker.shut_down()
+                quiescent = self._context.fence([asker.number], Deadline.after(_FENCE_S))
                 if not quiescent:
                     with self._lock:
-                        self._unfenced.add(connection.number)
+                        self._unfenced.add(asker.number)
                 if isinstance(cause, PathError):
                     cause.quiescent = quiescent
             if cause is error:
                 raise
             raise cause from error
         finally:
-            self._give_back(connection, in_step=in_step)
+            pool.give_back(asker)
 
     def _settle(self, deadline: Deadline) -> None:
         """Let nothing follow a failed write before the peer has stopped it: it would overwrite what comes later."""
@@ -163,68 +137,65 @@ class TcpPath(Path):
         with self._lock:
             self._unfenced.difference_update(numbers)
 
-    def _take(self, deadline: Deadline) -> _Connection:
-        with self._lock:
-            while not self._idle and len(self._busy) + self._opening >= CONNECTIONS and not self._closed:
-                if not self._lock.wait(deadline.remaining()):
-                    message = "the deadline passed while waiting for a free data connection"
-                    raise PathTimeoutError(message)
-            if self._closed:
-                message = "the link was closed"
-                raise PeerGoneError(message)
-            if self._idle:
-                connection = self._idle.pop()
-                self._busy.add(connection)
-                return connection
-            self._opening += 1
-        # One was given up after an error; replace it.
-        try:
-            connection = _Connection(*self._context.open_data(1, deadline)[0])
-        finally:
-            with self._lock:
-                self._opening -= 1
-                self._lock.notify()
-        with self._lock:
-            self._busy.add(connection)
-        return connection
-
-    def _give_back(self, connection: _Connection, *, in_step: bool) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            keep = in_step and not self._closed
-            if keep:
-                self._idle.append(connection)
-            self._lock.notify()
-        if not keep:
-            connection.sock.close()
-
     def close(self) -> None:
         """See ``Path.close``."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            self._lock.notify_all()
-        for connection in idle:
-            connection.sock.close()
+        for pool in (self._large, self._small):
+            pool.close()
 
     def abort(self) -> None:
         """See ``Path.abort``."""
-        with self._lock:
-            self._closed = True
-            for connection in self._busy:
-                _shut_down(connection)
-            self._lock.notify_all()
+        for pool in (self._large, self._small):
+            pool.abort()
 
     def describe(self) -> str:
         """See ``Path.describe``."""
-        with self._lock:
-            count = len(self._idle) + len(self._busy)
+        count = len(self._large) + len(self._small)
         return f"{count} persistent data connections, sendmsg/recvmsg between sockets and registered memory"
 
 
-def _shut_down(connection: _Connection) -> None:
-    with contextlib.suppress(OSError):
-        connection.sock.shutdown(socket.SHUT_RDWR)
+class _OneExchange(Shortcut):
+    """One request and its reply, without arrays."""
+
+    def __init__(self, path: TcpPath, pairs: TensorPairs) -> None:
+        super().__init__(path, pairs)
+        self._tcp = path
+
+    def read(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
+        """See ``Shortcut.read``."""
+        few = FewPieces(self._pairs, size, here, there)
+        if few.total >= PARALLEL_BYTES:
+            super().read(size, here, there, deadline)
+        else:
+            self._tcp.exchange_few(Op.READ, few, deadline)
+
+    def write(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
+        """See ``Shortcut.write``."""
+        few = FewPieces(self._pairs, size, here, there)
+        if few.total >= PARALLEL_BYTES:
+            super().write(size, here, there, deadline)
+        else:
+            self._tcp.exchange_few(Op.WRITE, few, deadline)
+
+
+def _pipeline(
+    asker: Asker, op: Op, requests: Iterable[Spans], deadline: Deadline, epoch: int, checkpoint: Checkpoint
+) -> None:
+    """Ask for all parts, each while the reply to the one before is on its way."""
+    asked: Spans | None = None
+    for request in requests:
+        checkpoint()
+        asker.flush(deadline)
+        asker.begin(op, request, deadline, epoch)
+        if asked is not None:
+            asker.finish(op, asked, deadline)
+        asked = request
+        if epoch:  # the first one settles it before another follows; from then on the regions alone decide
+            asker.flush(deadline)
+            asker.finish(op, asked, deadline)
+            asked, epoch = None, 0
+    if asked is not None:
+        asker.flush(deadline)
+        asker.finish(op, asked, deadline)
 
 
 class Tcp(Transport):

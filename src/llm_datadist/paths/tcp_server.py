@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist.memory import iovec
 from llm_datadist.memory.move import MemoryFaultError, mapped
-from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError, UnknownRegionError, distinct
+from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError, UnknownRegionError
 from llm_datadist.net.loop import READ
-from llm_datadist.paths import tcp_stream
-from llm_datadist.paths.base import PathError, PathFaultError
+from llm_datadist.paths.base import FEW, PathError, PathFaultError, PathTimeoutError
+from llm_datadist.paths.tcp_stream import SPIN_S, Stream, iovec_of
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
-from llm_datadist.wire.data import MAX_REASON, REQUEST_BYTES, Op, Reply, Request, Result, decode_spans
+from llm_datadist.wire.data import MAX_REASON, REQUEST_BYTES, Op, Reply, Request, Result, decode_few, decode_spans
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.loop import Loop
     from llm_datadist.net.workers import Workers
 
-    U64 = NDArray[np.uint64]
-    I64 = NDArray[np.int64]
-
-_LINGER_MS: Final = 2
+_LINGER_S: Final = 0.002
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
 _GRACE_S: Final = 0.5
+_DENSE_S: Final = 2 * SPIN_S
+_FIRST_BYTES: Final = 4096
+"""What is read at once where a request begins: all of a small one."""
+_OK: Final = Reply(Result.OK).encode()
+_OK_AT: Final = int(iovec_of(_OK)[0, 0])
+_NOT_MAPPED: Final = "a registered tensor is not mapped at its owner (any more)"
 MAX_CONNECTIONS: Final = 64
 """Of one link."""
 
@@ -76,7 +77,6 @@ class DataServer:
             log.warn("data connection %d of a link was refused: given up, in use, or one too many", number)
             sock.close()
             return
-        tcp_stream.tune(sock)
         self._loop.call_soon(lambda: self._watch((token, number), served))
 
     def count(self, token: bytes) -> int:
@@ -135,14 +135,11 @@ class DataServer:
     def _serve(self, key: tuple[bytes, int], served: _Served) -> None:
         keep = False
         try:
-            poll = select.poll()
-            poll.register(served.sock, select.POLLIN)
-            while True:
-                if not self._serve_one(served.sock):
-                    break
-                if not poll.poll(_LINGER_MS):
-                    keep = True
-                    break
+            stream = Stream(served.sock)
+            inbox = _Inbox(stream)
+            while inbox.wait():
+                self._serve_one(stream, inbox)
+            keep = True
         except ProtocolError as error:
             log.warn("data connection closed: %s", error)
         except (PathError, OSError) as error:
@@ -166,64 +163,154 @@ class DataServer:
         for then in waiting:
             then()
 
-    def _serve_one(self, sock: socket.socket) -> bool:
-        """Answer one request; False when the peer has closed the connection."""
-        first = sock.recv(1)
-        if not first:
-            return False
+    def _serve_one(self, stream: Stream, inbox: _Inbox) -> None:
+        """Answer one request."""
         patience = Deadline.after(_GRACE_S)
-        request = Request.decode(first + tcp_stream.receive_exactly(sock, REQUEST_BYTES - 1, patience))
+        request = Request.decode(inbox.take(REQUEST_BYTES, patience))
         deadline = Deadline.after(request.timeout_ms / 1000 + _GRACE_S)
-        table = np.empty((request.spans, 3), dtype="<u8")
-        tcp_stream.receive(sock, tcp_stream.iovec_of(table), deadline)
-        regions, offsets, lengths = decode_spans(table, request.total)
+        tables = inbox.take(request.table_bytes, deadline)
+        spans = _Few(tables, request) if request.spans <= FEW else _Many(tables, request)
         try:
-            with self._regions.lease(regions):
-                memory = self._check(request, regions, offsets, lengths)
-                self._move(sock, request, memory, deadline)
+            with self._regions.lease(spans.regions):
+                if request.epoch not in (0, self._regions.epoch):
+                    message = f"planned with epoch {request.epoch}, now {self._regions.epoch}"
+                    raise StaleEpochError(message)
+                spans.locate(self._view)
+                self._move(stream, inbox, request, spans, deadline)
         except StaleEpochError as error:
-            self._refuse(sock, request, Result.STALE, error, deadline)
+            self._refuse(stream, inbox, request, Result.STALE, error, deadline)
         except UnknownRegionError as error:
-            self._refuse(sock, request, Result.UNKNOWN_REGION, error, deadline)
+            self._refuse(stream, inbox, request, Result.UNKNOWN_REGION, error, deadline)
         except RegionError as error:
             log.warn("data request refused: %s", error)
-            self._refuse(sock, request, Result.OUT_OF_RANGE, error, deadline)
+            self._refuse(stream, inbox, request, Result.OUT_OF_RANGE, error, deadline)
         except MemoryFaultError as error:
             log.error("data request refused: %s", error)
-            self._refuse(sock, request, Result.FAULT, error, deadline)
-        return True
+            self._refuse(stream, inbox, request, Result.FAULT, error, deadline)
 
-    def _check(self, request: Request, regions: U64, offsets: I64, lengths: I64) -> U64:
-        if request.epoch not in (0, self._regions.epoch):
-            message = f"planned with epoch {request.epoch}, now {self._regions.epoch}"
-            raise StaleEpochError(message)
-        memory = iovec.pair(self._view.addresses(regions, offsets, lengths), lengths)
-        if not mapped(self._view.edges(distinct(regions))):
-            message = "a registered tensor is not mapped at its owner (any more)"
-            raise MemoryFaultError(message)
-        return memory
-
-    def _move(self, sock: socket.socket, request: Request, memory: U64, deadline: Deadline) -> None:
-        reply = Reply(Result.OK).encode()
+    def _move(self, stream: Stream, inbox: _Inbox, request: Request, spans: _Few | _Many, deadline: Deadline) -> None:
         try:
             if request.op is Op.READ:
-                tcp_stream.send(sock, np.concatenate([tcp_stream.iovec_of(reply), memory]), deadline)
+                spans.send(stream, deadline)
             else:
-                tcp_stream.receive(sock, memory, deadline)
-                tcp_stream.send(sock, tcp_stream.iovec_of(reply), deadline)
+                spans.receive(stream, inbox.rest(request.total), deadline)
+                stream.send_bytes(_OK, deadline)
         except PathFaultError as error:
             # The reply has begun, or bytes are under way: all that is left is to end the connection.
             log.error("a data request failed, %s", error)
             raise
 
     def _refuse(
-        self, sock: socket.socket, request: Request, result: Result, error: Exception, deadline: Deadline
+        self, stream: Stream, inbox: _Inbox, request: Request, result: Result, error: Exception, deadline: Deadline
     ) -> None:
         reason = str(error).encode()[:MAX_REASON]
         if request.op is Op.WRITE:
-            tcp_stream.discard(sock, request.total, deadline)
-        reply = Reply(result, len(reason)).encode() + reason
-        tcp_stream.send(sock, tcp_stream.iovec_of(reply), deadline)
+            stream.discard(request.total - len(inbox.rest(request.total)), deadline)
+        stream.send_bytes(Reply(result, len(reason)).encode() + reason, deadline)
+
+
+class _Inbox:
+    """Takes requests off a connection, with a system call each where that is possible.
+
+    It may read beyond a request: what follows is the begin of the next one, or the first bytes of a write (``rest``).
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._buffer = memoryview(bytearray(_FIRST_BYTES))
+        self._start = 0
+        self._stop = 0
+        self._dense = False
+        """Whether requests follow each other so closely that it pays not to sleep in between."""
+
+    def wait(self) -> bool:
+        """Whether a request begins within a moment.
+
+        Raises:
+            PathError: the peer has closed the connection.
+        """
+        if self._start < self._stop:
+            return True
+        begin = time.monotonic()
+        self._start, self._stop = 0, self._stream.spin_into(self._buffer) if self._dense else 0
+        if not self._stop:
+            try:
+                self._stop = self._stream.receive_into(self._buffer, Deadline(begin + _LINGER_S))
+            except PathTimeoutError:
+                return False
+            self._dense = time.monotonic() - begin < _DENSE_S
+        return True
+
+    def take(self, size: int, deadline: Deadline) -> memoryview:
+        """The next ``size`` bytes; valid until the next call."""
+        if self._stop - self._start < size:
+            known = self._buffer[self._start : self._stop]
+            room = memoryview(bytearray(max(size, _FIRST_BYTES)))
+            room[: len(known)] = known
+            self._buffer, self._start, self._stop = room, 0, len(known)
+            while self._stop < size:
+                self._stop += self._stream.receive_into(room[self._stop :], deadline)
+        self._start += size
+        return self._buffer[self._start - size : self._start]
+
+    def rest(self, size: int) -> memoryview:
+        """Up to ``size`` bytes that have been read already."""
+        size = min(size, self._stop - self._start)
+        self._start += size
+        return self._buffer[self._start - size : self._start]
+
+
+class _Many:
+    """The spans of a request, as arrays."""
+
+    def __init__(self, tables: memoryview, request: Request) -> None:
+        self._regions, self._starts, self._offsets, self._lengths = decode_spans(tables, request)
+        self.regions = self._regions.tolist()
+
+    def locate(self, view: RegionView) -> None:
+        """Check them against the registered regions.
+
+        Raises:
+            RegionError: they are not inside.
+            MemoryFaultError: the memory is not mapped.
+        """
+        extent = int(self._offsets.min()), int((self._offsets + self._lengths).max())
+        self._side = iovec.Side(view.bases(self._regions, self._starts, extent), self._offsets)
+        if not mapped(view.edges(self.regions)):
+            raise MemoryFaultError(_NOT_MAPPED)
+
+    def send(self, stream: Stream, deadline: Deadline) -> None:
+        """The reply, with the bytes."""
+        stream.send(np.concatenate([iovec_of(_OK), self._side.iovecs(self._lengths)]), deadline)
+
+    def receive(self, stream: Stream, begin: memoryview, deadline: Deadline) -> None:
+        """Store the bytes, of which ``begin`` has come already."""
+        stream.receive(self._side.iovecs(self._lengths), deadline, begin)
+
+
+class _Few:
+    """The spans of a request, as ints."""
+
+    def __init__(self, tables: memoryview, request: Request) -> None:
+        self._tensors, self._runs = decode_few(tables, request)
+        self._total = request.total
+        self.regions = [region for region, _ in self._tensors]
+
+    def locate(self, view: RegionView) -> None:
+        """See ``_Many.locate``."""
+        extent = min([at for at, _ in self._runs]), max([at + length for at, length in self._runs])
+        bases = [view.base(region, start, extent) for region, start in self._tensors]
+        self._words = [word for base in bases for at, length in self._runs for word in (base + at, length)]
+        if not mapped(view.edges(self.regions)):
+            raise MemoryFaultError(_NOT_MAPPED)
+
+    def send(self, stream: Stream, deadline: Deadline) -> None:
+        """See ``_Many.send``."""
+        stream.send_few([_OK_AT, len(_OK), *self._words], len(_OK) + self._total, deadline)
+
+    def receive(self, stream: Stream, begin: memoryview, deadline: Deadline) -> None:
+        """See ``_Many.receive``."""
+        stream.receive(np.array(self._words, dtype=np.uint64).reshape(-1, 2), deadline, begin)
 
 
 class _Countdown:

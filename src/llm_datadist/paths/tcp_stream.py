@@ -1,85 +1,232 @@
 """Vectored, blocking transfer between a socket and memory, with the deadline enforced by the kernel.
 
-One ``sendmsg`` or ``recvmsg`` moves up to 1024 memory ranges without a copy in between and without the interpreter
-lock.
+Bytes go straight between the socket and up to 1024 memory ranges a system call, without the interpreter lock.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import math
 import socket
+import struct
+import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist.memory import iovec, syscalls
-from llm_datadist.net.channel import set_timeouts
+from llm_datadist.memory.move import MemoryFaultError, scatter
+from llm_datadist.memory.syscalls import MAX_IOVECS
 from llm_datadist.paths.base import ConnectionLostError, PathError, PathFaultError, PathTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from llm_datadist.utils.deadline import Deadline
 
     U64 = NDArray[np.uint64]
 
-BUFFER_BYTES: Final = 4 << 20
+SAME_HOST_BUFFER_BYTES: Final = 208 << 10
+"""Of a connection within one host: what is under way stays in the processor's cache. Measured on 2 cores with 2
+connections and 256 KiB blocks: 7.5 GB/s, with 4 MiB 5.0. Between hosts the kernel sizes them as it finds best."""
+SPIN_S: Final = 100e-6
+"""How long a thread looks for an answer before it sleeps: to wake it on another core takes tens of microseconds."""
 _SCRATCH: Final = 256 << 10
+_SHORTEST_S: Final = 0.001
 _TIMED_OUT: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS})
+_NOTHING: Final = memoryview(b"")
+_TIMEVAL: Final = struct.Struct("ll")
 
 
-def tune(sock: socket.socket) -> None:
-    """Large buffers, no delay for small requests."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+class Stream:
+    """One end of a data connection. For one thread at a time."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._fd = sock.fileno()
+        self._limits: dict[int, float] = {}
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, SAME_HOST_BUFFER_BYTES)
 
-def send(sock: socket.socket, memory: U64, deadline: Deadline) -> None:
-    """Send everything that the iovec array names, which is used up.
+    def limit(self, option: int, seconds: float) -> None:
+        """Let blocking calls end after about as long, never longer; ``option`` is SO_RCVTIMEO or SO_SNDTIMEO.
 
-    Raises:
-        PathError: it could not all be sent; the connection is out of step and must be given up.
-    """
-    _pump(sock, memory, deadline, sending=True)
+        Whole powers of two, so that the next call with a similar deadline need not set it again.
+        """
+        rounded = math.ldexp(1.0, math.frexp(max(seconds, _SHORTEST_S))[1] - 1)
+        if self._limits.get(option) != rounded:
+            self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(rounded), int(rounded % 1 * 1e6)))
+            self._limits[option] = rounded
 
+    def send_bytes(self, data: bytes | memoryview, deadline: Deadline) -> None:
+        """Send a header.
 
-def receive(sock: socket.socket, memory: U64, deadline: Deadline) -> None:
-    """Fill everything that the iovec array names, which is used up.
+        Raises:
+            PathError: it could not all be sent; the connection is out of step and must be given up.
+        """
+        self.limit(socket.SO_SNDTIMEO, deadline.remaining())
+        try:
+            done = self.sock.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            done = 0
+        except OSError as error:
+            raise translate(error, "before the first byte") from error
+        if done < len(data):
+            self.send(iovec_of(data[done:]), deadline)
 
-    Raises:
-        PathError: it could not all be filled; the connection is out of step and must be given up.
-    """
-    _pump(sock, memory, deadline, sending=False)
+    def send(self, memory: U64, deadline: Deadline) -> None:
+        """Send everything that the iovec array names, which is used up.
 
+        Raises:
+            PathError: it could not all be sent; the connection is out of step and must be given up.
+        """
+        self._pump(iovec.Cursor(memory), deadline, socket.SO_SNDTIMEO)
 
-def _pump(sock: socket.socket, memory: U64, deadline: Deadline, *, sending: bool) -> None:
-    cursor = iovec.Cursor(memory)
-    try:
-        while cursor.left:
-            set_timeouts(sock, deadline.remaining())
-            address, count = cursor.window()
+    def receive(self, memory: U64, deadline: Deadline, begin: memoryview = _NOTHING) -> None:
+        """Fill everything that the iovec array names, which is used up; ``begin`` are bytes of it that came already.
+
+        Raises:
+            PathError: it could not all be filled; the connection is out of step and must be given up.
+        """
+        cursor = iovec.Cursor(memory)
+        if begin:
             try:
-                if sending:
-                    done = syscalls.send_iovecs(sock.fileno(), address, count, socket.MSG_NOSIGNAL)
-                else:
-                    done = syscalls.receive_iovecs(sock.fileno(), address, count, socket.MSG_WAITALL)
-            except InterruptedError:  # by a signal, whose handler has run or will run in the main thread
-                _check(deadline, cursor)
+                scatter(begin, memory)
+            except MemoryFaultError as error:
+                raise PathFaultError(str(error)) from error
+            cursor.advance(len(begin))
+        self._pump(cursor, deadline, socket.SO_RCVTIMEO)
+
+    def send_few(self, words: Sequence[int], total: int, deadline: Deadline) -> None:
+        """``send`` of few ranges: address, length, address, length, ..., in all ``total`` bytes."""
+        self._pump_few(words, total, deadline, socket.SO_SNDTIMEO)
+
+    def receive_few(self, words: Sequence[int], total: int, deadline: Deadline) -> None:
+        """``receive`` into few ranges, as ``send_few``."""
+        self._pump_few(words, total, deadline, socket.SO_RCVTIMEO)
+
+    def receive_into(self, room: memoryview, deadline: Deadline) -> int:
+        """At least one byte of what the peer has sent; the count.
+
+        Raises:
+            PathError: nothing came.
+        """
+        while True:
+            self.limit(socket.SO_RCVTIMEO, deadline.remaining())
+            try:
+                done = self.sock.recv_into(room)
+            except BlockingIOError as error:
+                if deadline.expired():
+                    raise translate(error, "before the first byte") from error
                 continue
+            except OSError as error:
+                raise translate(error, "before the first byte") from error
             if not done:
-                message = "the peer closed the data connection"
-                raise ConnectionLostError(message)
+                raise _closed()
+            return done
+
+    def spin_into(self, room: memoryview) -> int:
+        """Bytes that come within ``SPIN_S``, looked for without sleeping; 0 if none do.
+
+        Raises:
+            PathError: the peer has closed the connection, or it is broken.
+        """
+        end = time.monotonic() + SPIN_S
+        while True:
+            try:
+                done = self.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return 0
+            except OSError as error:
+                raise translate(error, "before the first byte") from error
+            else:
+                if not done:
+                    raise _closed()
+                return done
+
+    def receive_exactly(self, size: int, deadline: Deadline) -> bytes:
+        """``size`` bytes of a header.
+
+        Raises:
+            PathError: they did not come.
+        """
+        data = bytearray(size)
+        room = memoryview(data)
+        room = room[self.spin_into(room) :]
+        while room:
+            room = room[self.receive_into(room, deadline) :]
+        return bytes(data)
+
+    def discard(self, size: int, deadline: Deadline) -> None:
+        """Read and forget ``size`` bytes, to stay in step.
+
+        Raises:
+            PathError: they did not come.
+        """
+        scratch = memoryview(bytearray(min(size, _SCRATCH)))
+        while size:
+            size -= self.receive_into(scratch[:size], deadline)
+
+    def _pump_few(self, words: Sequence[int], total: int, deadline: Deadline, option: int) -> None:
+        packed = ctypes.create_string_buffer(struct.pack(f"{len(words)}Q", *words))
+        self.limit(option, deadline.remaining())
+        try:
+            done = self._move(ctypes.addressof(packed), len(words) // 2, option)
+        except (BlockingIOError, InterruptedError):
+            done = 0
+        except OSError as error:
+            raise translate(error, "before the first byte") from error
+        else:
+            if not done:
+                raise _closed()
+        if done != total:
+            cursor = iovec.Cursor(np.array(words, dtype=np.uint64).reshape(-1, 2))
             cursor.advance(done)
-            _check(deadline, cursor)
-    except OSError as error:
-        raise translate(error, f"after {cursor.done} of {cursor.total} bytes") from error
+            self._pump(cursor, deadline, option)
+
+    def _pump(self, cursor: iovec.Cursor, deadline: Deadline, option: int) -> None:
+        while cursor.left:
+            self.limit(option, deadline.remaining())
+            try:
+                done = self._move(*cursor.window(), option)
+            except (BlockingIOError, InterruptedError):
+                # The limit was rounded down; or a signal, whose handler has run or will run in the main thread.
+                pass
+            except OSError as error:
+                raise translate(error, _where(cursor)) from error
+            else:
+                if not done:
+                    raise _closed()
+                cursor.advance(done)
+            if cursor.left and deadline.expired():
+                message = f"the deadline passed {_where(cursor)}"
+                raise PathTimeoutError(message)
+
+    def _move(self, address: int, count: int, option: int) -> int:
+        if option == socket.SO_RCVTIMEO:
+            return syscalls.receive_iovecs(self._fd, address, min(count, MAX_IOVECS), socket.MSG_WAITALL)
+        if count <= MAX_IOVECS:
+            return syscalls.send_iovecs(self._fd, address, count, socket.MSG_NOSIGNAL)
+        firsts = np.arange(0, count, MAX_IOVECS, dtype=np.uint64)
+        headers = np.zeros((len(firsts), 8), dtype=np.uint64)  # struct mmsghdr
+        headers[:, 2] = np.uint64(address) + firsts * np.uint64(16)
+        headers[:, 3] = np.minimum(np.uint64(count) - firsts, np.uint64(MAX_IOVECS))
+        begun = syscalls.send_messages(self._fd, headers.ctypes.data, len(headers), socket.MSG_NOSIGNAL)
+        return int((headers[:begun, 7] & np.uint64(0xFFFFFFFF)).sum())
 
 
-def _check(deadline: Deadline, cursor: iovec.Cursor) -> None:
-    if cursor.left and deadline.expired():
-        message = f"the deadline passed after {cursor.done} of {cursor.total} bytes"
-        raise PathTimeoutError(message)
+def _where(cursor: iovec.Cursor) -> str:
+    return f"after {cursor.done} of {cursor.total} bytes"
+
+
+def _closed() -> ConnectionLostError:
+    return ConnectionLostError("the peer closed the data connection")
 
 
 def translate(error: OSError, where: str) -> PathError:
@@ -91,32 +238,7 @@ def translate(error: OSError, where: str) -> PathError:
     return ConnectionLostError(f"data connection lost {where}: {error.strerror}")
 
 
-def receive_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
-    """``size`` bytes of a header.
-
-    Raises:
-        PathError: they did not come.
-    """
-    data = bytearray(size)
-    receive(sock, iovec_of(data), deadline)
-    return bytes(data)
-
-
-def iovec_of(data: bytes | bytearray | NDArray[np.uint64]) -> U64:
+def iovec_of(data: bytes | bytearray | memoryview | NDArray[np.uint64]) -> U64:
     """The iovec array of one buffer, which must outlive it."""
     view = np.frombuffer(data, dtype=np.uint8)
     return np.array([[view.ctypes.data, view.nbytes]], dtype=np.uint64)
-
-
-def discard(sock: socket.socket, size: int, deadline: Deadline) -> None:
-    """Read and forget ``size`` bytes, to stay in step.
-
-    Raises:
-        PathError: they did not come.
-    """
-    scratch = bytearray(min(size, _SCRATCH))
-    base = iovec_of(scratch)[0, 0] if size else 0
-    while size:
-        part = min(size, len(scratch))
-        receive(sock, np.array([[base, part]], dtype=np.uint64), deadline)
-        size -= part

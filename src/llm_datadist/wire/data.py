@@ -1,9 +1,9 @@
-"""Requests and replies on data connections: fixed headers and binary span tables. Sans-I/O.
+"""Requests and replies on data connections: fixed headers and binary tables. Sans-I/O.
 
-A data connection carries one request at a time. Request: header, then the span table (``region``, ``offset``,
-``length``, three ``uint64`` a span), then for a write the bytes of all spans in order. Reply: header, then a reason
-in UTF-8 if it was refused, else for a read the bytes. A write is answered only after its last byte is in place.
-Integers are little-endian.
+Request: header, then the spans as a product (``layout.spans``): for each tensor its region and a start in it, then for
+each run its offset and length, all ``uint64``; then for a write the bytes of all spans in order. Reply: header, then a
+reason in UTF-8 if it was refused, else for a read the bytes. A write is answered only after its last byte is in place.
+Requests may follow each other without waiting; they are answered in order. Integers are little-endian.
 """
 
 from __future__ import annotations
@@ -11,28 +11,32 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     U64 = NDArray[np.uint64]
     I64 = NDArray[np.int64]
 
-MAX_SPANS: Final = 1 << 14
-"""Spans of one request; longer transfers are several requests."""
+MAX_SPANS: Final = 1 << 13
+"""Spans of one request, and so the most tensors and the most runs; longer transfers are several requests."""
 MAX_REASON: Final = 4096
-SPAN_BYTES: Final = 24
+ROW_BYTES: Final = 16
 
 _MAGIC: Final = 0x4C4C4451
 _REQUEST: Final = struct.Struct("<IHHIIQQ")
 _REPLY: Final = struct.Struct("<IHHI")
 _GREETING: Final = struct.Struct("<16sQB7x")
 REQUEST_BYTES: Final = _REQUEST.size
+MAX_REQUEST_BYTES: Final = REQUEST_BYTES + ROW_BYTES * (MAX_SPANS + 1)
+"""Header and tables."""
 REPLY_BYTES: Final = _REPLY.size
 GREETING_BYTES: Final = _GREETING.size
 
@@ -54,6 +58,13 @@ class Result(enum.IntEnum):
     OUT_OF_RANGE = 3
     FAULT = 4
     """The owner's memory cannot be accessed."""
+
+
+_OPS: Final = {op.value: op for op in Op}
+_RESULTS: Final = {result.value: result for result in Result}
+_LIMIT: Final = 1 << 62
+_BEYOND: Final = "a data request names a start, an offset or a length beyond 2^62"
+_SUM: Final = "the spans of a data request do not add up to the bytes that it announces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +98,12 @@ class Greeting:
         return cls(token, connection, bool(serve))
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """The header of a data request."""
 
     op: Op
-    spans: int
+    tensors: int
+    runs: int
     epoch: int
     """Epoch of the catalogue that the spans were planned with; 0 is "do not check"."""
     total: int
@@ -100,12 +111,22 @@ class Request:
     timeout_ms: int
     """How long the asker will wait: the owner gives up after that, too."""
 
+    @property
+    def spans(self) -> int:
+        """Number of spans."""
+        return self.tensors * self.runs
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that follow."""
+        return ROW_BYTES * (self.tensors + self.runs)
+
     def encode(self) -> bytes:
         """The bytes to send."""
-        return _REQUEST.pack(_MAGIC, self.op, 0, self.spans, self.timeout_ms, self.epoch, self.total)
+        return _REQUEST.pack(_MAGIC, self.op, self.tensors, self.runs, self.timeout_ms, self.epoch, self.total)
 
     @classmethod
-    def decode(cls, data: bytes | bytearray) -> Request:
+    def decode(cls, data: bytes | bytearray | memoryview) -> Request:
         """Back from bytes.
 
         Raises:
@@ -114,38 +135,57 @@ class Request:
         if len(data) != REQUEST_BYTES:
             message = f"a data request header has {REQUEST_BYTES} bytes, not {len(data)}"
             raise ProtocolError(message)
-        magic, op, _, spans, timeout_ms, epoch, total = _REQUEST.unpack(data)
-        if magic != _MAGIC or op not in (Op.READ, Op.WRITE) or not 1 <= spans <= MAX_SPANS or total >= 1 << 63:
+        magic, op, tensors, runs, timeout_ms, epoch, total = _REQUEST.unpack(data)
+        if magic != _MAGIC or op not in _OPS or not 0 < tensors * runs <= MAX_SPANS or total >= 1 << 63:
             message = f"malformed data request: {bytes(data)!r}"
             raise ProtocolError(message)
-        return cls(Op(op), spans, epoch, total, timeout_ms)
+        return cls(_OPS[op], tensors, runs, epoch, total, timeout_ms)
 
 
-def encode_spans(regions: U64, offsets: I64, lengths: I64) -> U64:
-    """The span table of a request."""
-    table = np.empty((len(regions), 3), dtype="<u8")
-    table[:, 0], table[:, 1], table[:, 2] = regions, offsets, lengths
-    return table
+def encode_spans(regions: U64, starts: I64, offsets: I64, lengths: I64) -> bytes:
+    """The tables of a request."""
+    table = np.empty((len(regions) + len(offsets), 2), dtype="<u8")
+    table[: len(regions), 0], table[: len(regions), 1] = regions, starts
+    table[len(regions) :, 0], table[len(regions) :, 1] = offsets, lengths
+    return table.tobytes()
 
 
-def decode_spans(table: U64, total: int) -> tuple[U64, I64, I64]:
-    """Regions, offsets and lengths of a span table whose lengths must add up to ``total``.
+def decode_spans(data: memoryview, request: Request) -> tuple[U64, I64, I64, I64]:
+    """Regions and starts of the tensors, offsets and lengths of the runs, from the tables of a request.
 
     Raises:
         ProtocolError: values that no valid request has.
     """
-    if (table[:, 1:] >= np.uint64(1 << 62)).any():
-        message = "a data request names an offset or a length beyond 2^62"
-        raise ProtocolError(message)
-    lengths = table[:, 2].astype(np.int64)
-    if sum(lengths.tolist()) != total:
-        message = f"the spans of a data request do not add up to the {total} bytes that it announces"
-        raise ProtocolError(message)
-    return table[:, 0].copy(), table[:, 1].astype(np.int64), lengths
+    table: U64 = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+    tensors, runs = table[: request.tensors], table[request.tensors :]
+    if (tensors[:, 1] >= np.uint64(_LIMIT)).any() or (runs >= np.uint64(_LIMIT)).any():
+        raise ProtocolError(_BEYOND)
+    lengths = runs[:, 1].astype(np.int64)
+    if request.tensors * sum(lengths.tolist()) != request.total:
+        raise ProtocolError(_SUM)
+    return tensors[:, 0].copy(), tensors[:, 1].astype(np.int64), runs[:, 0].astype(np.int64), lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+def encode_few(request: Request, regions: Sequence[int], offsets: Sequence[int], length: int) -> bytes:
+    """A whole request of few spans: runs of equal length from the starts of regions."""
+    words = [word for region in regions for word in (region, 0)]
+    words += [word for offset in offsets for word in (offset, length)]
+    return request.encode() + struct.pack(f"<{len(words)}Q", *words)
+
+
+def decode_few(data: memoryview, request: Request) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Tensors as (region, start) and runs as (offset, length), as ``decode_spans``."""
+    words = struct.unpack(f"<{len(data) // 8}Q", data)
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    tensors, runs = pairs[: request.tensors], pairs[request.tensors :]
+    if max(words[1::2]) >= _LIMIT or max(words[2 * request.tensors :]) >= _LIMIT:
+        raise ProtocolError(_BEYOND)
+    if request.tensors * sum([length for _, length in runs]) != request.total:
+        raise ProtocolError(_SUM)
+    return tensors, runs
+
+
+class Reply(NamedTuple):
     """The header of a reply."""
 
     result: Result
@@ -156,7 +196,7 @@ class Reply:
         return _REPLY.pack(_MAGIC, self.result, 0, self.reason_bytes)
 
     @classmethod
-    def decode(cls, data: bytes | bytearray) -> Reply:
+    def decode(cls, data: bytes | bytearray | memoryview) -> Reply:
         """Back from bytes.
 
         Raises:
@@ -166,7 +206,7 @@ class Reply:
             message = f"a data reply header has {REPLY_BYTES} bytes, not {len(data)}"
             raise ProtocolError(message)
         magic, result, _, size = _REPLY.unpack(data)
-        if magic != _MAGIC or result not in tuple(Result) or size > MAX_REASON:
+        if magic != _MAGIC or result not in _RESULTS or size > MAX_REASON:
             message = f"malformed data reply: {bytes(data)!r}"
             raise ProtocolError(message)
-        return cls(Result(result), size)
+        return cls(_RESULTS[result], size)

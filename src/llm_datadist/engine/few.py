@@ -1,0 +1,164 @@
+"""The short way of small block transfers.
+
+Most of what a transfer looks up and checks is the same the next time: which two caches, whether they fit each other,
+where their tensors are. After a transfer has succeeded that is kept with the link, and a later one between the same two
+caches needs only what can have changed: block ids, the state of link and caches, and the peer's epoch. Anything
+unusual is left to the long way, which also finds the words for it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from llm_datadist.engine.errors import path_failure
+from llm_datadist.memory.regions import RegionError
+from llm_datadist.net.channel import ChannelClosedError
+from llm_datadist.paths.base import FEW, PathDeniedError, PathError, TensorPairs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist.engine.catalogue import CacheEntry
+    from llm_datadist.engine.core import Core
+    from llm_datadist.engine.link import PeerLink
+    from llm_datadist.engine.network import Links
+    from llm_datadist.engine.peer_catalogue import PeerCache
+    from llm_datadist.paths.base import Path, Shortcut
+    from llm_datadist.utils.deadline import Deadline
+
+
+_PER_LAYER: Final = 2
+
+
+class Pairing(NamedTuple):
+    """A local and a remote blocks cache of which all tensors pair up."""
+
+    local: CacheEntry
+    path: Path
+    shortcut: Shortcut
+    epoch: int
+    tensors: int
+    block_bytes: int
+    local_blocks: int
+    remote_blocks: int
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether the tensors are K and V of layers, as a push takes for granted."""
+        return not self.tensors % _PER_LAYER
+
+    def fits(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> bool:
+        """Whether these are good block pairs, and few."""
+        if len(local_ids) != len(remote_ids) or not 0 < len(local_ids) * self.tensors <= FEW:
+            return False
+        for here, there in zip(local_ids, remote_ids, strict=True):
+            if type(here) is not int or type(there) is not int:
+                return False
+            if not (0 <= here < self.local_blocks and 0 <= there < self.remote_blocks):
+                return False
+        return True
+
+
+class FewTransfers:
+    """Runs small block transfers of one engine between caches that are known to fit. Thread-safe."""
+
+    def __init__(self, core: Core, links: Links) -> None:
+        self._catalogue = core.catalogue
+        self._links = links
+        self._pid = os.getpid()
+        self._own_id = core.identity.cluster_id
+
+    @staticmethod
+    def remember(link: PeerLink, path: Path, model_id: int, local: CacheEntry, remote: PeerCache, epoch: int) -> None:
+        """Keep what a successful transfer between two blocks caches has found out."""
+        tensors = len(local.addrs)
+        known = link.pairings.get((model_id, local.cache_id))
+        if known is not None and known.path is path and known.epoch == epoch:
+            return
+        if tensors != remote.num_tensors or tensors > FEW:
+            return
+        pairs = TensorPairs(local.addrs.tolist(), remote.regions.tolist(), epoch)
+        try:
+            shortcut = path.shortcut(pairs)
+        except RegionError:  # unregistered meanwhile
+            return
+        link.pairings[model_id, local.cache_id] = Pairing(
+            local,
+            path,
+            shortcut,
+            epoch,
+            tensors=tensors,
+            block_bytes=local.geometry.stride,
+            local_blocks=local.geometry.entries,
+            remote_blocks=remote.geometry.entries,
+        )
+
+    def pull(
+        self,
+        cluster_id: int,
+        model_id: int,
+        cache_id: int,
+        local_ids: Sequence[int],
+        remote_ids: Sequence[int],
+        deadline: Deadline,
+    ) -> bool:
+        """``pull_blocks`` from the blocks cache of a model at a peer, all tensors; False if it must go the long way.
+
+        Raises:
+            LLMException: the transfer failed.
+        """
+        if cluster_id == self._own_id or (len(local_ids) > 1 and len(set(local_ids)) != len(local_ids)):
+            return False
+        return self._transfer(cluster_id, model_id, cache_id, local_ids, remote_ids, deadline, pull=True)
+
+    def push(
+        self,
+        cluster_id: int,
+        model_id: int,
+        cache_id: int,
+        local_ids: Sequence[int],
+        remote_ids: Sequence[int],
+        deadline: Deadline,
+    ) -> bool:
+        """``push_blocks`` of all tensors, two a layer, as ``pull``."""
+        if len(remote_ids) > 1 and len(set(remote_ids)) != len(remote_ids):
+            return False
+        return self._transfer(cluster_id, model_id, cache_id, local_ids, remote_ids, deadline, pull=False)
+
+    def _transfer(
+        self,
+        cluster_id: int,
+        model_id: int,
+        cache_id: int,
+        local_ids: Sequence[int],
+        remote_ids: Sequence[int],
+        deadline: Deadline,
+        *,
+        pull: bool,
+    ) -> bool:
+        link = self._links.peek(cluster_id)
+        if link is None or os.getpid() != self._pid:
+            return False
+        pairing = link.pairings.get((model_id, cache_id))
+        if pairing is None or not pairing.fits(local_ids, remote_ids) or not (pull or pairing.whole_layers):
+            return False
+        local, shortcut = pairing.local, pairing.shortcut
+        ticket = deadline  # an object that no other transfer has
+        if not self._catalogue.hold(local, ticket):
+            return False
+        try:
+            link.begin(ticket)
+            if link.path(deadline) is not pairing.path:
+                return False
+            (shortcut.read if pull else shortcut.write)(pairing.block_bytes, local_ids, remote_ids, deadline)
+        except (RegionError, PathDeniedError):
+            link.pairings.pop((model_id, cache_id), None)
+            return False
+        except (PathError, ChannelClosedError) as error:
+            operation = "pull_blocks" if pull else "push_blocks"
+            raise path_failure(error, operation, link, pairing.path.name, deadline) from error
+        finally:
+            link.end(ticket)
+            self._catalogue.let_go(local, ticket)
+        return True

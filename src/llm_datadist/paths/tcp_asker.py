@@ -1,0 +1,203 @@
+"""The asking end of data connections, and the small pools in which they wait to be used."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
+from llm_datadist.paths.base import PathFaultError, PathTimeoutError, PeerGoneError
+from llm_datadist.paths.tcp_stream import Stream
+from llm_datadist.wire.data import REPLY_BYTES, Op, Reply, Request, Result, encode_few, encode_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist.layout.spans import Spans
+    from llm_datadist.paths.base import DataConnector, TensorPairs
+    from llm_datadist.utils.deadline import Deadline
+
+_LONGEST_MS: Final = 2**32 - 1
+_REFUSALS: Final[dict[Result, type[RegionError | PathFaultError]]] = {
+    Result.STALE: StaleEpochError,
+    Result.UNKNOWN_REGION: UnknownRegionError,
+    Result.OUT_OF_RANGE: RegionError,
+    Result.FAULT: PathFaultError,
+}
+
+
+class RequestRefusedError(Exception):
+    """The owner refused a request and moved nothing; the connection is in step unless others are under way."""
+
+    def __init__(self, error: RegionError | PathFaultError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class FewPieces(NamedTuple):
+    """What a ``Shortcut`` moves."""
+
+    pairs: TensorPairs
+    size: int
+    here: Sequence[int]
+    there: Sequence[int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all pieces."""
+        return self.size * len(self.here) * len(self.pairs.bases)
+
+
+class Asker:
+    """One data connection on which this side asks. For one thread at a time.
+
+    With a request ``under_way`` after an error it is out of step and must be given up.
+    """
+
+    def __init__(self, number: int, sock: socket.socket) -> None:
+        self.number = number
+        self.sock = sock
+        self._stream = Stream(sock)
+        self._unsent = memoryview(b"")
+        self.under_way = 0
+        """Requests that are not answered yet."""
+
+    def begin(self, op: Op, spans: Spans, deadline: Deadline, epoch: int) -> None:
+        """Send a request, even if the reply to the one before is still to be received (``finish``).
+
+        For a read, what cannot be sent without waiting is left for ``flush``: the owner may wait for us to receive.
+        """
+        request = Request(op, len(spans.bases), len(spans.runs), epoch, spans.total, _milliseconds(deadline))
+        tables = encode_spans(spans.regions, spans.starts, spans.runs.remote, spans.runs.lengths)
+        data = memoryview(request.encode() + tables)
+        self.under_way += 1
+        if op is Op.READ:
+            with contextlib.suppress(BlockingIOError):
+                data = data[self.sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) :]
+            self._unsent = data
+            return
+        self._stream.send_bytes(data, deadline)
+        self._stream.send(spans.here.iovecs(spans.runs.lengths), deadline)
+
+    def flush(self, deadline: Deadline) -> None:
+        """Send what ``begin`` has left."""
+        if self._unsent:
+            self._stream.send_bytes(self._unsent, deadline)
+            self._unsent = memoryview(b"")
+
+    def finish(self, op: Op, spans: Spans, deadline: Deadline) -> None:
+        """Receive the reply to the oldest request."""
+        self._reply(deadline)
+        if op is Op.READ:
+            self._stream.receive(spans.here.iovecs(spans.runs.lengths), deadline)
+        self.under_way -= 1
+
+    def exchange_few(self, op: Op, few: FewPieces, deadline: Deadline) -> None:
+        """One request and its reply, without arrays."""
+        (bases, regions, epoch), size, here, there = few
+        request = Request(op, len(bases), len(here), epoch, few.total, _milliseconds(deadline))
+        memory = [word for base in bases for at in here for word in (base + at * size, size)]
+        self.under_way += 1
+        self._stream.send_bytes(encode_few(request, regions, [at * size for at in there], size), deadline)
+        if op is Op.WRITE:
+            self._stream.send_few(memory, few.total, deadline)
+        self._reply(deadline)
+        if op is Op.READ:
+            self._stream.receive_few(memory, few.total, deadline)
+        self.under_way -= 1
+
+    def _reply(self, deadline: Deadline) -> None:
+        reply = Reply.decode(self._stream.receive_exactly(REPLY_BYTES, deadline))
+        if reply.result is not Result.OK:
+            reason = self._stream.receive_exactly(reply.reason_bytes, deadline)
+            self.under_way -= 1
+            raise RequestRefusedError(_REFUSALS[reply.result](reason.decode("utf-8", "replace")))
+
+    def shut_down(self) -> None:
+        """Make whoever waits on it, on either side, stop."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _milliseconds(deadline: Deadline) -> int:
+    return min(max(1, int(deadline.remaining() * 1000)), _LONGEST_MS)
+
+
+class AskerPool:
+    """A few connections to one peer, opened when needed and kept. Thread-safe."""
+
+    def __init__(self, count: int, open_data: DataConnector) -> None:
+        self._count = count
+        self._open_data = open_data
+        self._lock = threading.Condition()
+        self._idle: list[Asker] = []
+        self._busy: set[Asker] = set()
+        self._opening = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._idle) + len(self._busy)
+
+    def adopt(self, asker: Asker) -> None:
+        """Add a connection."""
+        self._idle.append(asker)
+
+    def take(self, deadline: Deadline) -> Asker:
+        """A connection for one transfer.
+
+        Raises:
+            PathError: none became free in time, or none can be opened.
+        """
+        with self._lock:
+            while not self._idle and len(self._busy) + self._opening >= self._count and not self._closed:
+                if not self._lock.wait(deadline.remaining()):
+                    message = "the deadline passed while waiting for a free data connection"
+                    raise PathTimeoutError(message)
+            if self._closed:
+                message = "the link was closed"
+                raise PeerGoneError(message)
+            if self._idle:
+                asker = self._idle.pop()
+                self._busy.add(asker)
+                return asker
+            self._opening += 1
+        # One was given up after an error; replace it.
+        try:
+            asker = Asker(*self._open_data(1, deadline)[0])
+        finally:
+            with self._lock:
+                self._opening -= 1
+                self._lock.notify()
+        with self._lock:
+            self._busy.add(asker)
+        return asker
+
+    def give_back(self, asker: Asker) -> None:
+        """End the use of a connection; one that is out of step is closed."""
+        with self._lock:
+            self._busy.discard(asker)
+            keep = not asker.under_way and not self._closed
+            if keep:
+                self._idle.append(asker)
+            self._lock.notify()
+        if not keep:
+            asker.sock.close()
+
+    def close(self) -> None:
+        """Close the idle ones, refuse the others when they come back; idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            self._lock.notify_all()
+        for asker in idle:
+            asker.sock.close()
+
+    def abort(self) -> None:
+        """Make running transfers fail soon."""
+        with self._lock:
+            self._closed = True
+            for asker in self._busy:
+                asker.shut_down()
+            self._lock.notify_all()

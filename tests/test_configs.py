@@ -44,6 +44,7 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("max_registered_addrs", 240),
     ("allow_multiple_instances", False),
     ("paths", None),
+    ("huge_pages", True),
 ]
 
 
@@ -123,6 +124,9 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("paths", "auto", {"llm.Paths": "auto"}),
     ("paths", "", {"llm.Paths": ""}),
     ("paths", None, {}),
+    ("huge_pages", True, {"llm.HugePages": "1"}),
+    ("huge_pages", False, {"llm.HugePages": "0"}),
+    ("huge_pages", None, {}),
 ]
 
 
@@ -166,6 +170,7 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "enable_remote_cache_accessible",
             "enable_switch_role",
             "allow_multiple_instances",
+            "huge_pages",
         )
         for wrong in (1, 0, "1", "True")
     ],

@@ -24,8 +24,9 @@ TOO_LONG = "9" * 5000
 
 
 @pytest.fixture(autouse=True)
-def environment_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLM_DATADIST_PATHS", raising=False)
+    monkeypatch.delenv("LLM_DATADIST_HUGE_PAGES", raising=False)
 
 
 def parse(**options: str) -> EngineOptions:
@@ -56,6 +57,7 @@ def test_defaults() -> None:
         "host_pool": None,
         "max_registered_addrs": 240,
         "paths": PATHS,
+        "huge_pages": True,
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)
@@ -288,7 +290,7 @@ def test_global_resource_config_is_checked_with_hixl_only() -> None:
     assert parsed("llm.GlobalResourceConfig", '{"a": {"b": 1}}', **HIXL).hixl
 
 
-# Ours: llm.MaxRegisteredAddrs, llm.Paths
+# Ours: llm.MaxRegisteredAddrs, llm.Paths, llm.HugePages
 
 
 @pytest.mark.parametrize(("value", "limit"), [("1", 1), ("240", 240), ("65000", 65000)])
@@ -336,12 +338,36 @@ def test_paths_in_the_environment_that_are_none(monkeypatch: pytest.MonkeyPatch,
 
 def test_an_empty_environment_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_DATADIST_PATHS", "")
-    assert EngineOptions.parse(ROLE).paths == PATHS
+    monkeypatch.setenv("LLM_DATADIST_HUGE_PAGES", "")
+    assert EngineOptions.parse(ROLE) == EngineOptions()
 
 
 def test_the_option_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_DATADIST_PATHS", "no such path")
     assert parsed("llm.Paths", "tcp").paths == ("tcp",)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("1", True)])
+def test_huge_pages(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
+    assert parsed("llm.HugePages", value).huge_pages is wanted
+    monkeypatch.setenv("LLM_DATADIST_HUGE_PAGES", value)
+    assert EngineOptions.parse(ROLE).huge_pages is wanted
+    assert parsed("llm.HugePages", "01"[not wanted]).huge_pages is not wanted
+
+
+NO_FLAGS = ["2", "True", "on", " 1", "01"]
+
+
+@pytest.mark.parametrize("value", ["", *NO_FLAGS])
+def test_huge_pages_is_0_or_1(value: str) -> None:
+    refused("llm.HugePages", value)
+
+
+@pytest.mark.parametrize("value", NO_FLAGS)
+def test_huge_pages_in_the_environment_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("LLM_DATADIST_HUGE_PAGES", value)
+    error = expect(PI, lambda: EngineOptions.parse(ROLE))
+    assert f'LLM_DATADIST_HUGE_PAGES is {value!r}, it must be "0" or "1"' in str(error)
 
 
 def test_the_dictionary_is_not_changed() -> None:

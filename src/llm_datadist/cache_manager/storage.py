@@ -39,7 +39,8 @@ class Storage(ManagerBase):
     ) -> Cache:
         """Make memory of the caller known as a contiguous cache: dimension 0 of each tensor is the batch.
 
-        The memory must stay valid until ``unregister_cache`` or ``finalize``. It is not touched now.
+        The memory must stay valid until ``unregister_cache`` or ``finalize``. Its content is not touched now, but it is
+        moved into huge pages, which takes at most a second and half a second a GiB (``LLMConfig.huge_pages``).
 
         Args:
             cache_desc: the geometry.

@@ -17,7 +17,7 @@ from llm_datadist.utils import log, utils
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.engine import Engine, LinkReport
+    from llm_datadist.engine import Engine, LinkReport, MemoryReport
 
 
 class _Instances:
@@ -280,6 +280,14 @@ class LLMDataDist:
         engine = self._running()
         utils.check_uint64("cluster_id", cluster_id)
         return engine.explain(int(cluster_id))
+
+    def explain_memory(self) -> MemoryReport:
+        """Tell how much of the memory of this side's caches is in huge pages, and why the rest is not; see ``str()``.
+
+        Where it is not, copies between processes of one host may run at half speed. Looks at every mapping of the
+        process, which may take some milliseconds: nothing to call for each transfer.
+        """
+        return self._running().explain_memory()
 
     # ------------------------------------------------------------ links by rank table
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.engine.requests import CacheSpec, Key
+    from llm_datadist.memory.huge_pages import Advice
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.utils.deadline import Deadline
 
@@ -59,6 +60,8 @@ class CacheEntry:
     """Small transfers that do."""
     pulled: dict[RequestKey, set[int]] = field(default_factory=dict)
     """Tensors that layer-wise pulls of a key have covered."""
+    advice: Advice | None = None
+    """What became of the huge pages under it; None if they are not wanted."""
 
     @property
     def batch_entries(self) -> int:
@@ -262,6 +265,11 @@ class Catalogue:
         """The cache with this id."""
         with self._lock:
             return self._entries.get(cache_id)
+
+    def all(self) -> list[CacheEntry]:
+        """Every cache whose memory has not been given back."""
+        with self._lock:
+            return list(self._entries.values())
 
     def wait_unpinned_after_hiding(self, entry: CacheEntry, deadline: Deadline) -> bool:
         """Take a cache out of every look-up, then wait until no transfer of this process, or held for a peer, uses it.

@@ -14,11 +14,13 @@ from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.engine.few import FewTransfers
+from llm_datadist.engine.memory_report import MemoryReport
 from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
 from llm_datadist.engine.requests import CacheKind
 from llm_datadist.engine.transfers import Transfers
 from llm_datadist.layout.plan import MAX_TENSOR_BITS
+from llm_datadist.memory.huge_pages import advise
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.utils import log
@@ -99,7 +101,7 @@ class Engine:
     # Caches
 
     def register(self, spec: CacheSpec, addrs: Sequence[int], keys: Sequence[Key | None], *, accessible: bool) -> int:
-        """Make the caller's memory a cache; its id.
+        """Make the caller's memory a cache; its id. First the memory is moved into huge pages, see ``advise``.
 
         Raises:
             LLMException: LLM_PARAM_INVALID.
@@ -119,13 +121,15 @@ class Engine:
         for addr in addrs:
             if (addr == 0 and accessible) or addr + size > _UINT64:
                 raise invalid(operation, f"address {addr:#x} cannot hold a tensor of {size} bytes")
+        advice = advise((addr, addr + size) for addr in addrs) if self.options.huge_pages else None
         with self._lock:
             limit, used = self.options.max_registered_addrs, self._core.catalogue.registered_addrs()
             if used + len(addrs) > limit:
                 context = f"{used} addresses are registered and {len(addrs)} more exceed the limit of {limit}"
                 hint = f"set LLMConfig.max_registered_addrs (llm.MaxRegisteredAddrs) to at least {used + len(addrs)}"
                 raise invalid(operation, context, hint=hint)
-            self._add(operation, cache_id, spec, addrs, keys, accessible=accessible, owned=False)
+            entry = self._add(operation, cache_id, spec, addrs, keys, accessible=accessible, owned=False)
+        entry.advice = advice
         return cache_id
 
     def allocate(self, spec: CacheSpec, keys: Sequence[Key | None]) -> tuple[int, list[int]]:
@@ -143,10 +147,12 @@ class Engine:
         size = geometry_of(spec).tensor_size
         addrs = self._pools.allocate(on_device=spec.on_device, size=size, count=spec.num_tensors)
         try:
-            self._add(operation, cache_id, spec, addrs, keys, accessible=True, owned=True)
+            advice = self._pools.advise(on_device=spec.on_device, addresses=addrs) if self.options.huge_pages else None
+            entry = self._add(operation, cache_id, spec, addrs, keys, accessible=True, owned=True)
         except BaseException:
             self._pools.free(on_device=spec.on_device, addresses=addrs)
             raise
+        entry.advice = advice
         return cache_id, addrs
 
     def _add(
@@ -159,9 +165,9 @@ class Engine:
         *,
         accessible: bool,
         owned: bool,
-    ) -> None:
+    ) -> CacheEntry:
         try:
-            self._core.catalogue.add(
+            return self._core.catalogue.add(
                 cache_id, spec, np.array(addrs, dtype=np.uint64), keys, accessible=accessible, owned=owned
             )
         except DuplicateKeyError as error:
@@ -368,6 +374,11 @@ class Engine:
         """
         self._check("explain_link")
         return self._links.explain(cluster_id)
+
+    def explain_memory(self) -> MemoryReport:
+        """How the memory of all caches is backed."""
+        self._check("explain_memory")
+        return MemoryReport.of(self._core.catalogue.all(), wanted=self.options.huge_pages)
 
 
 def _check_spec(spec: CacheSpec, operation: str) -> None:

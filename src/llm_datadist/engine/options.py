@@ -52,6 +52,8 @@ class EngineOptions:
     host_pool: PoolOptions | None = None
     max_registered_addrs: int = DEFAULT_MAX_ADDRS
     paths: tuple[str, ...] = DEFAULT_ORDER
+    huge_pages: bool = True
+    """Whether the kernel is asked for huge pages under the memory of caches."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -89,6 +91,7 @@ class EngineOptions:
                 "llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS
             ),
             paths=_paths(reader),
+            huge_pages=_huge_pages(reader),
         )
 
 
@@ -183,6 +186,15 @@ def _paths(reader: _Reader) -> tuple[str, ...]:
     if not set(names) <= set(DEFAULT_ORDER) or len(set(names)) != len(names):
         raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(DEFAULT_ORDER)}')
     return names
+
+
+def _huge_pages(reader: _Reader) -> bool:
+    key, text = "llm.HugePages", reader.get("llm.HugePages")
+    if text is None:
+        key, text = "LLM_DATADIST_HUGE_PAGES", environment.huge_pages() or "1"
+    if text not in ("0", "1"):
+        raise _refused(key, text, '"0" or "1"')
+    return text == "1"
 
 
 def _check_rdma(reader: _Reader, *, strict: bool) -> None:

@@ -10,6 +10,7 @@ from llm_datadist.status import LLMStatusCode
 
 if TYPE_CHECKING:
     from llm_datadist.engine.options import EngineOptions, PoolOptions
+    from llm_datadist.memory.huge_pages import Advice
 
 
 class Pools:
@@ -59,6 +60,10 @@ class Pools:
                 pool.free(address)
             raise failure(LLMStatusCode.LLM_OUT_OF_MEMORY, "allocate_cache", str(error), retryable=True) from error
         return taken
+
+    def advise(self, *, on_device: bool, addresses: list[int]) -> Advice:
+        """See ``MemoryPool.advise``."""
+        return self._pools[on_device].advise(addresses)
 
     def free(self, *, on_device: bool, addresses: list[int]) -> None:
         """Give tensors back."""

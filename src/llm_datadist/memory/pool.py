@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
-import ctypes
 import fcntl
-import mmap
 import os
 import threading
+from typing import TYPE_CHECKING
+
+from llm_datadist.memory import huge_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class PoolExhaustedError(Exception):
@@ -18,26 +21,26 @@ class PoolExhaustedError(Exception):
 class MemoryPool:
     """``size`` bytes of zeroed memory handed out in whole pages, first fit; thread-safe.
 
-    The memory is a memfd sealed against shrinking, so a process that maps it is never killed by a truncation.
+    The memory is a memfd sealed against shrinking, so a process that maps it is never killed by a truncation. It is
+    mapped at the boundary of a huge page.
     """
 
     def __init__(self, size: int, page_shift: int) -> None:
         self._shift = page_shift
         self._pages = size >> page_shift
-        length = self._pages << page_shift
+        self._length = length = self._pages << page_shift
         self._fd = os.memfd_create("llm-datadist-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, length)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self._map = mmap.mmap(self._fd, length)
+            self._base = huge_pages.map_shared(self._fd, length)
         except BaseException:
             os.close(self._fd)
             raise
-        self._anchor = ctypes.c_char.from_buffer(self._map)
-        self._base = ctypes.addressof(self._anchor)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self._pages)]  # (first page, pages), sorted, never adjacent
         self._used: dict[int, int] = {}
+        self._advised: set[int] = set()  # huge pages by number; they stay when allocations come and go
 
     @property
     def free_bytes(self) -> int:
@@ -65,6 +68,29 @@ class MemoryPool:
         )
         raise PoolExhaustedError(message)
 
+    def advise(self, addresses: Iterable[int]) -> huge_pages.Advice:
+        """Put huge pages under allocations, where that was not tried before; takes bounded time, never raises.
+
+        Touching them for the first time would cost more, 4 KiB page by 4 KiB page. What else lies in these huge pages
+        of the pool gets them, too.
+        """
+        page = huge_pages.page_size() or self._length  # any number does where there are none
+        touched: set[int] = set()
+        with self._lock:
+            for address in addresses:
+                start = address - self._base
+                end = start + (self._used[start >> self._shift] << self._shift)
+                touched.update(range(start // page, -(-end // page)))
+            fresh = touched - self._advised
+            self._advised |= fresh
+        starts = (self._base + number * page for number in fresh)
+        ranges = [(start, min(start + page, self._base + self._length)) for start in starts]
+        advice = huge_pages.advise(ranges, populate=True)
+        if advice.outcome is huge_pages.Outcome.OUT_OF_TIME:
+            with self._lock:
+                self._advised -= fresh  # the next allocation goes on; what is done costs it next to nothing
+        return advice
+
     def free(self, address: int) -> None:
         """Give an allocation back."""
         first = (address - self._base) >> self._shift
@@ -84,6 +110,4 @@ class MemoryPool:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            del self._anchor
-            with contextlib.suppress(BufferError):
-                self._map.close()
+            huge_pages.unmap(self._base, self._length)

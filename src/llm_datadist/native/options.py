@@ -29,6 +29,7 @@ _PASSED_ON: Final = (
     "llm.HostMemPoolConfig",
     "llm.Paths",
     "llm.MaxRegisteredAddrs",
+    "llm.HugePages",
     "llm.RdmaTrafficClass",
     "llm.RdmaServiceLevel",
     "llm.LinkTotalTime",

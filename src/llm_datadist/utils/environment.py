@@ -16,3 +16,11 @@ def paths() -> str | None:
     The option ``llm.Paths`` (``LLMConfig.paths``) wins over it.
     """
     return os.environ.get("LLM_DATADIST_PATHS")
+
+
+def huge_pages() -> str | None:
+    """``LLM_DATADIST_HUGE_PAGES``: "1" or "0", whether memory of caches is to be in huge pages; None when unset.
+
+    The option ``llm.HugePages`` (``LLMConfig.huge_pages``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_HUGE_PAGES")

@@ -153,6 +153,10 @@ class Tensors:
         for rows, expected in self._pieces(np.arange(len(self._arrays[0])), seed):
             rows[:] = expected
 
+    def poisoned(self) -> bool:
+        """Whether nothing has been written since ``poison``."""
+        return all(bool((array.view(np.uint8) == _POISON).all()) for array in self._arrays)
+
     def copy_from(self, other: Tensors) -> None:
         """Copy all memory of another side of the same case that is in this process."""
         for array, source in zip(self._arrays, other._arrays, strict=True):

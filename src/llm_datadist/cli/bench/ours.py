@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from llm_datadist.cli.bench.results import Case
 
 _LOCALHOST: Final = "127.0.0.1"
-_CALLER_ID: Final = 1
-_FIRST_OWNER_ID: Final = 2
-_MODEL_ID: Final = 0
+CALLER_ID: Final = 1
+OWNER_ID: Final = 2
+MODEL_ID: Final = 0
 _TIMEOUT_MS: Final = 60_000
 _TENSORS_PER_LAYER: Final = 2
 
@@ -46,11 +46,11 @@ class OurOwner(Owner):
     def open(self) -> dict[str, Any]:
         """See ``Owner.open``."""
         self._engines = [
-            _engine(self.case, cluster_id, listen=True)
-            for cluster_id in range(_FIRST_OWNER_ID, _FIRST_OWNER_ID + self.options.links)
+            start_engine(self.case, cluster_id, listen=True)
+            for cluster_id in range(OWNER_ID, OWNER_ID + self.options.links)
         ]
-        caches = [_register(engine, self.case, self.tensors) for engine in self._engines]
-        return {"ports": [_port(engine) for engine in self._engines], "cache_id": caches[0].cache_id}
+        caches = [register(engine, self.case, self.tensors) for engine in self._engines]
+        return {"ports": [port_of(engine) for engine in self._engines], "cache_id": caches[0].cache_id}
 
 
 class OurContestant(Contestant):
@@ -58,14 +58,12 @@ class OurContestant(Contestant):
 
     def open(self, offer: Offer) -> None:
         """See ``Contestant.open``."""
-        self._engine = _engine(self.case, _CALLER_ID, listen=False)
-        cache = _register(self._engine, self.case, self.tensors)
-        _link(self._engine, offer.extra["ports"])
-        path = self._engine.explain_link(_FIRST_OWNER_ID).path
+        self._engine = start_engine(self.case, CALLER_ID, listen=False)
+        cache = register(self._engine, self.case, self.tensors)
+        link(self._engine, offer.extra["ports"])
+        path = self._engine.explain_link(OWNER_ID).path
         if path != self.case.path:
-            message = (
-                f"the link uses the path {path}, not {self.case.path}: {self._engine.explain_link(_FIRST_OWNER_ID)}"
-            )
+            message = f"the link uses the path {path}, not {self.case.path}: {self._engine.explain_link(OWNER_ID)}"
             raise RuntimeError(message)
         self._call = self._bind(cache, offer.extra["cache_id"])
 
@@ -73,8 +71,8 @@ class OurContestant(Contestant):
         """The public call that moves the whole case."""
         manager, operation = self._engine.cache_manager, self.case.operation
         key, whole = (
-            BlocksCacheKey(_FIRST_OWNER_ID, _MODEL_ID),
-            CacheKeyByIdAndIndex(_FIRST_OWNER_ID, remote_cache_id, 0),
+            BlocksCacheKey(OWNER_ID, MODEL_ID),
+            CacheKeyByIdAndIndex(OWNER_ID, remote_cache_id, 0),
         )
         local, remote = self.selection.local.tolist(), self.selection.remote.tolist()
         if operation == "pull_blocks":
@@ -119,15 +117,18 @@ class ComputedLayers(LayerSynchronizer):
         return True
 
 
-def _engine(case: Case, cluster_id: int, *, listen: bool) -> LLMDataDist:
+def start_engine(case: Case, cluster_id: int, *, listen: bool, paths: str | None = None) -> LLMDataDist:
+    """Remote-accessible, default options; on this host ``paths`` None is forced only to make a case use TCP."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.enable_remote_cache_accessible = True
     config.allow_multiple_instances = True
     config.sync_kv_timeout = _TIMEOUT_MS
     config.max_registered_addrs = max(config.max_registered_addrs, case.tensors)
-    if case.path == "tcp":  # anything else is found by default
-        config.paths = case.path
+    if paths is None and case.path == "tcp":  # anything else is found by default
+        paths = case.path
+    if paths is not None:
+        config.paths = paths
     if listen:
         config.listen_ip_info = f"{_LOCALHOST}:0"
     engine = LLMDataDist(LLMRole.MIX, cluster_id)
@@ -135,27 +136,30 @@ def _engine(case: Case, cluster_id: int, *, listen: bool) -> LLMDataDist:
     return engine
 
 
-def _port(engine: LLMDataDist) -> int:
+def port_of(engine: LLMDataDist) -> int:
+    """Where it listens."""
     if engine.listen_address is None:
         message = "the owner does not listen"
         raise RuntimeError(message)
     return engine.listen_address[1]
 
 
-def _register(engine: LLMDataDist, case: Case, tensors: cases.Tensors) -> Cache:
+def register(engine: LLMDataDist, case: Case, tensors: cases.Tensors) -> Cache:
+    """Make the memory known, as the kind of cache that the case's operation needs."""
     manager = engine.cache_manager
     if case.operation in cases.WHOLE:
         desc = CacheDesc(case.tensors, [1, case.blocks * case.block_bytes], DataType.DT_UINT8)
         return manager.register_cache(desc, tensors.addresses)
     desc = CacheDesc(case.tensors, [case.blocks, case.block_bytes], DataType.DT_UINT8)
-    return manager.register_blocks_cache(desc, tensors.addresses, BlocksCacheKey(engine.cluster_id, _MODEL_ID))
+    return manager.register_blocks_cache(desc, tensors.addresses, BlocksCacheKey(engine.cluster_id, MODEL_ID))
 
 
-def _link(engine: LLMDataDist, ports: list[int]) -> None:
+def link(engine: LLMDataDist, ports: list[int]) -> None:
+    """Link to clusters ``OWNER_ID``, ``OWNER_ID + 1``, ... that listen on these ports of this host."""
     clusters = []
     for number, port in enumerate(ports):
         cluster = LLMClusterInfo()
-        cluster.remote_cluster_id = _FIRST_OWNER_ID + number
+        cluster.remote_cluster_id = OWNER_ID + number
         cluster.append_local_ip_info(_LOCALHOST, 0)
         cluster.append_remote_ip_info(_LOCALHOST, port)
         clusters.append(cluster)

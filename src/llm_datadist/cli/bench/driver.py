@@ -185,9 +185,9 @@ class _Runner:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill
         try:
             self._child = Child(program.contestant.value, program.command, program.environment, self._errors)
-        except BaseException:
+        except ChildError as error:
             self._errors.close()
-            raise
+            raise BenchError(str(error)) from error
 
     def prepare(self) -> None:
         """Get ready for the case."""

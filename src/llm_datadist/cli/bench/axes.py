@@ -54,7 +54,7 @@ def measured(label: str, values: Sequence[int], text: Callable[[int], str]) -> A
 
 
 def times(label: str, seconds: Sequence[float]) -> Axis:
-    """Logarithmic, for positive times, with ends and marks at 1, 2 and 5 of a power of ten; fewer marks if it is long."""
+    """Logarithmic, for positive times, with ends and marks at 1, 2 and 5 of powers of ten, or fewer marks."""
     least, most = min(seconds, default=1e-6), max(seconds, default=1e-6)
     decades = range(math.floor(math.log10(least)) - 1, math.ceil(math.log10(most)) + 2)
     fine = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]

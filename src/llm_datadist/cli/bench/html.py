@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 _STYLE: Final = "report.css"
 _READ_THROUGHPUT: Final = (
-    "Higher is better. The solid line is the library through its public API with default options. The dashed line is the "
-    "limit: the same bytes moved by bare system calls with everything prepared beforehand, measured in turns with the "
-    "library in the same rounds. Lines and bars are medians, bands and strokes reach from the slowest to the fastest round. "
-    "“Of limit” is the library’s median throughput over that of the limit; behind it the lowest and the highest of "
-    "the rounds."
+    "Higher is better. The solid line is the library through its public API with default options. The dashed line is "
+    "the limit: the same bytes moved by bare system calls with everything prepared beforehand, measured in turns with "
+    "the library in the same rounds. Lines and bars are medians, bands and strokes reach from the slowest to the "
+    "fastest round. The column “of limit” has the median throughput of the library over that of the limit, and behind "
+    "it the lowest and the highest ratio of a round."
 )
 _READ_CPU: Final = (
     "CPU time: lower is better. User and system time of both processes together for each 10⁹ bytes that were moved."
 )
 _READ_LATENCY: Final = (
-    "Lower and flatter is better. The further right, the rarer the call: half of all calls took at most the time at 50 %, "
-    "all but one in a thousand at most the time at 99.9 %."
+    "Lower and flatter is better. The further right, the rarer the call: half of all calls took at most the time at "
+    "50 %, all but one in a thousand at most the time at 99.9 %."
 )
 _READ_SCALE: Final = "Flat is good: the cost of one does not depend on how many there are."
 _UNIT_NOTE: Final = "GB are 10⁹ bytes, KiB and MiB are powers of two."

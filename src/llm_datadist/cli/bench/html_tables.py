@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.cli.bench.markup import Child, tag
 from llm_datadist.cli.bench.plots import QUANTILES
-from llm_datadist.cli.bench.units import format_bytes, format_count, format_number, format_seconds
+from llm_datadist.cli.bench.units import format_count, format_number, format_seconds
 from llm_datadist.cli.bench.views import NAMES, extremes, groups, latencies
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llm_datadist.cli.bench.results import Contestant, Latency, Ratio, Report, Scale, Throughput
     from llm_datadist.cli.bench.views import Group, Row
 
-_NOTHING = "–"
+_NOTHING = "-"
 
 
 def glance(report: Report) -> Element | None:

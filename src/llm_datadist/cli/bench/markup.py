@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Final, TypeAlias
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
 Child: TypeAlias = "Element | str"
@@ -27,7 +27,7 @@ def tag(name: str, /, *children: Child, **attributes: str | float) -> Element:
 
 def document(root: Element) -> str:
     """The text of an HTML page."""
-    return "<!doctype html>\n" + ElementTree.tostring(root, encoding="unicode", method="html") + "\n"
+    return "<!doctype html>\n" + ET.tostring(root, encoding="unicode", method="html") + "\n"
 
 
 def _attribute(key: str) -> str:

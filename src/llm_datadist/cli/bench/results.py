@@ -147,6 +147,8 @@ class Report(msgspec.Struct, frozen=True):
     throughputs: list[Throughput]
     latencies: list[Latency]
     scales: list[Scale]
+    command: str = ""
+    """What repeats it."""
 
 
 class Ratio(msgspec.Struct, frozen=True):

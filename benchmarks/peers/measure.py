@@ -172,7 +172,7 @@ def busy_owner(table: Table) -> None:
 
 def planning(table: Table) -> None:
     """What the library costs above the system calls, a span."""
-    scale = scales.planning(rounds=table.plan.rounds)
+    scale = scales.planning(scales.SPAN_COUNTS, table.plan.rounds)
     table.scales.append(scale)
     growth = max(later / min(scale.y[:place]) for place, later in enumerate(scale.y) if place)
     seen = ", ".join(f"{ns:.0f} at {count:,}" for count, ns in zip(scale.x, scale.y, strict=True))

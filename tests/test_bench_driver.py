@@ -8,6 +8,7 @@ import select
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 import fake_contestant
@@ -59,6 +60,13 @@ def test_each_operation_is_measured_beside_its_limit(operation, path):
     for found in (ours, limit):
         assert len(found.seconds) == len(found.cpu_seconds) == PLAN.rounds
         assert found.gb_per_s > 0
+
+
+def test_memcpy_stands_beside_pushes_too():
+    (found,) = run(
+        [msgspec.structs.replace(TINY, operation="push_blocks")], [Program.limit(Contestant.LIMIT_MEMCPY)], PLAN
+    )
+    assert found.gb_per_s > 0
 
 
 def test_results_come_case_by_case_and_program_by_program_and_progress_is_told():

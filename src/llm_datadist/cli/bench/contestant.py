@@ -77,13 +77,18 @@ class Contestant(ABC):
         self.selection = cases.Selection.of(case, seed)
         self.tensors = tensors
 
+    @property
+    def receives(self) -> bool:
+        """Whether the bytes arrive in this process; else at the owner."""
+        return cases.pulls(self.case)
+
     @abstractmethod
     def open(self, offer: Offer) -> None:
         """Connect to the owner; prepare everything that a user would prepare once."""
 
     def fill(self, seed: int) -> None:
         """Write the pattern to the source, if that lies in this process."""
-        if not cases.pulls(self.case):
+        if not self.receives:
             self.tensors.fill(seed)
 
     @abstractmethod
@@ -227,7 +232,7 @@ class _ContestantLoop:
     def _verify(self, contestant: Contestant, seed: int) -> Message:
         own, owner = contestant.tensors, self._owner
         contestant.fill(seed)
-        if not cases.pulls(contestant.case):
+        if not contestant.receives:
             owner.ask(Poison(), Done, _PATIENCE_S)
             _move(contestant)
             return owner.ask(Check(seed), Verified, _PATIENCE_S)

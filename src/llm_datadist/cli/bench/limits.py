@@ -213,7 +213,12 @@ def _receive(sock: socket.socket, part: list[Batch]) -> None:
 
 
 class Memcpy(Contestant):
-    """One plain copy of every tensor within this process, by one thread."""
+    """One plain copy of every tensor within this process, by one thread, whatever the direction of the case."""
+
+    @property
+    def receives(self) -> bool:
+        """See ``Contestant.receives``."""
+        return True
 
     def open(self, offer: Offer) -> None:
         """See ``Contestant.open``."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import signal
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llm_datadist.cli.bench import command as bench_command
+from llm_datadist.cli.bench import options
+from llm_datadist.cli.bench.results import Order
+from llm_datadist.cli.bench.workload import FULL, QUICK, Kind, Workload, parse_block_sizes
 from llm_datadist.cli.demo import run
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.plan import PathName, Plan
 from llm_datadist.native.build import main as native_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 app = typer.Typer(
     name="llm-datadist",
@@ -26,6 +33,16 @@ def _commands() -> None:
     """KV-cache transfer between prefill and decode processes."""
 
 
+def _interruptible(name: str, work: Callable[[], int]) -> int:
+    """Exit code of the work, also when it is interrupted."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough: it ends anyway
+        typer.echo(f"llm-datadist {name}: interrupted", err=True)
+        return 130
+
+
 @app.command()
 def demo(
     model: Annotated[ModelName, typer.Option(help="Whose KV cache is moved.")] = ModelName.LLAMA_3_1_8B,
@@ -39,13 +56,43 @@ def demo(
 
     Ends with a table. Exit code 0: all blocks verified; 1: a mismatch or failure; 2: wrong usage; 130: interrupted.
     """
-    try:
-        code = run(Plan(model, tokens, path, seed))
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough: it ends anyway
-        typer.echo("llm-datadist demo: interrupted", err=True)
-        code = 130
-    raise typer.Exit(code)
+    raise typer.Exit(_interruptible("demo", lambda: run(Plan(model, tokens, path, seed))))
+
+
+@app.command()
+def bench(  # noqa: PLR0913 - one argument an option
+    *,
+    path: options.Paths = [PathName.AUTO, PathName.TCP],  # noqa: B006 - never changed, as all defaults here
+    operation: options.Operations = [],  # noqa: B006
+    blocks: options.Blocks = None,
+    order: options.Orders = [Order.SHUFFLED],  # noqa: B006
+    total: options.Total = None,
+    rounds: options.Rounds = None,
+    model: options.Models = [],  # noqa: B006
+    measure: options.Kinds = [],  # noqa: B006
+    quick: options.Quick = False,
+    json: options.JsonFile = None,
+    report: options.HtmlFile = None,
+) -> None:
+    """Measure transfers beside what this machine can do: bare system calls on the same bytes, in the same rounds.
+
+    Every byte is compared before a figure counts. Takes about two minutes, with --quick some 20 seconds.
+    Ends with tables. Exit code 0: all measured; 1: a failure; 2: wrong usage; 130: interrupted.
+    """
+    effort = QUICK if quick else FULL
+    workload = Workload(
+        effort=effort,
+        paths=tuple(each.value for each in path),
+        operations=tuple(operation) or effort.operations,
+        block_sizes=parse_block_sizes(blocks or effort.block_sizes),
+        orders=tuple(order),
+        total_bytes=(total or effort.total_mib) << 20,
+        rounds=rounds or effort.rounds,
+        models=tuple(model),
+        kinds=tuple(measure or Kind),
+    )
+    outputs = bench_command.Outputs(json, report)
+    raise typer.Exit(_interruptible("bench", lambda: bench_command.run(workload, outputs)))
 
 
 @app.command(name="cpp-config")

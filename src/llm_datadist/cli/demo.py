@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from llm_datadist.cli.kv import Verified
+from llm_datadist.cli.machine import MEMINFO, memory_bytes
 from llm_datadist.cli.models import BLOCK_TOKENS
 from llm_datadist.cli.orders import Done, Link, Moved, Poison, Prepare, Ready, Transfer, Verify
 from llm_datadist.cli.plan import Operation, Role
+from llm_datadist.cli.show import Show, open_console, print_problem
 from llm_datadist.cli.team import DemoError, Limits, started_team
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from llm_datadist.cli.plan import Plan
     from llm_datadist.cli.team import Team
 
-_MEMINFO: Final = Path("/proc/meminfo")
 _HEADROOM_BYTES: Final = 256 << 20
-_MIN_WIDTH: Final = 120
-"""Columns of what is not a terminal, such as a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,8 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
     Returns:
         The exit code: 0 if every block of every operation is verified, else 1.
     """
-    out, err = Console(), Console(stderr=True)
-    if not out.is_interactive:
-        out.width = max(out.width, _MIN_WIDTH)
-    show = Show(out, plan)
+    out = open_console()
+    show = Show(out, total=_work(plan))
     rows: list[Row] = []
     try:
         check_memory(plan)
@@ -62,12 +60,12 @@ def run(plan: Plan, limits: Limits | None = None) -> int:
     except DemoError as error:
         _print_table(out, rows)
         during = f"{rows[-1].operation.value}: " if rows and rows[-1].verified is None else ""
-        _print_problem(err, f"{during}{error}")
+        print_problem("demo", f"{during}{error}")
         return 1
     _print_table(out, rows)
     for row in rows:
         for problem in row.verified.problems if row.verified else ():
-            _print_problem(err, f"{row.operation.value}: {problem}")
+            print_problem("demo", f"{row.operation.value}: {problem}")
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -96,17 +94,13 @@ def conduct(team: Team, show: Show, rows: list[Row]) -> None:
         show.say(" ".join(_cells(rows[-1])))
 
 
-def check_memory(plan: Plan, meminfo: Path = _MEMINFO) -> None:
+def check_memory(plan: Plan, meminfo: Path = MEMINFO) -> None:
     """Refuse what does not fit this machine, before anything is started.
 
     Raises:
         DemoError: too little memory is available.
     """
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    available = memory_bytes("MemAvailable", meminfo)
     needed = plan.source_bytes + plan.destination_bytes + _HEADROOM_BYTES
     if available is not None and needed > available:
         message = (
@@ -125,36 +119,11 @@ def headline(plan: Plan) -> str:
     return f"{plan.model_name.value}, {plan.blocks} blocks of {BLOCK_TOKENS} tokens, seed {plan.seed}: {caches}"
 
 
-class Show:
-    """What is seen while the demo runs: a progress bar on a terminal, a line for each operation elsewhere."""
-
-    def __init__(self, console: Console, plan: Plan) -> None:
-        self._console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_interactive,
-        )
-        once_each = 2 * plan.source_bytes  # filling here, computing what should arrive there
-        each_operation = plan.source_bytes + plan.destination_bytes  # moving, verifying
-        self._task = self.bar.add_task("starting", total=once_each + len(Operation) * each_operation)
-
-    def step(self, text: str) -> None:
-        """Tell what happens now."""
-        self.bar.update(self._task, description=f"{text:<34}")
-
-    def advance(self, bytes_done: int) -> None:
-        """Move the bar."""
-        self.bar.advance(self._task, bytes_done)
-
-    def say(self, line: str) -> None:
-        """Print a line where there is no bar."""
-        if not self._console.is_interactive:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+def _work(plan: Plan) -> int:
+    """Bytes to fill, to move and to check."""
+    once_each = 2 * plan.source_bytes  # filling here, computing what should arrive there
+    each_operation = plan.source_bytes + plan.destination_bytes  # moving, verifying
+    return once_each + len(Operation) * each_operation
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -180,7 +149,3 @@ def _print_table(console: Console, rows: list[Row]) -> None:
     for row in rows:
         table.add_row(*_cells(row)[:-1], Text(_cells(row)[-1], style="green" if row.ok else "bold red"))
     console.print(table)
-
-
-def _print_problem(console: Console, text: str) -> None:
-    console.print(Text(f"llm-datadist demo: {text}"), soft_wrap=True)

@@ -99,8 +99,17 @@ class Latency(msgspec.Struct, frozen=True):
 
     def quantile(self, share: float) -> float:
         """Seconds that this share of the calls took at most."""
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return _quantile(self.seconds, share)
+
+    def round_quantiles(self, share: float, rounds: int) -> list[float]:
+        """The same of each round; all rounds made as many calls."""
+        calls = len(self.seconds) // rounds
+        return [_quantile(self.seconds[start : start + calls], share) for start in range(0, calls * rounds, calls)]
+
+
+def _quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -138,6 +147,8 @@ class Report(msgspec.Struct, frozen=True):
     throughputs: list[Throughput]
     latencies: list[Latency]
     scales: list[Scale]
+    command: str = ""
+    """What repeats it."""
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -152,3 +163,10 @@ def ratio(ours: Throughput, theirs: Throughput) -> Ratio:
     """Our throughput over theirs: ratio of the medians, and the extremes of the rounds."""
     each = [b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
     return Ratio(statistics.median(theirs.seconds) / statistics.median(ours.seconds), min(each), max(each))
+
+
+def latency_ratio(ours: Latency, theirs: Latency, share: float, rounds: int) -> Ratio:
+    """Our time over theirs at this quantile: ratio of the medians of the rounds, and the extremes of the rounds."""
+    mine, others = ours.round_quantiles(share, rounds), theirs.round_quantiles(share, rounds)
+    each = [a / b for a, b in zip(mine, others, strict=True)]
+    return Ratio(statistics.median(mine) / statistics.median(others), min(each), max(each))

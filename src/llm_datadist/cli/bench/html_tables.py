@@ -1,0 +1,140 @@
+"""The tables of the HTML page: the very figures of each plot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llm_datadist.cli.bench.markup import Child, tag
+from llm_datadist.cli.bench.plots import QUANTILES
+from llm_datadist.cli.bench.units import format_count, format_number, format_seconds
+from llm_datadist.cli.bench.views import NAMES, extremes, groups, latencies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from xml.etree.ElementTree import Element
+
+    from llm_datadist.cli.bench.results import Contestant, Latency, Ratio, Report, Scale, Throughput
+    from llm_datadist.cli.bench.views import Group, Row
+
+_NOTHING = "-"
+
+
+def glance(report: Report) -> Element | None:
+    """The best of each group and the latencies of the library; None if there are neither."""
+    rows = [row for group in groups(report.throughputs) if (row := _best(group))]
+    rows += [
+        [title, tag("strong", format_seconds(each.quantile(0.5))), f"p50; p99 {format_seconds(each.quantile(0.99))}"]
+        for title, found in latencies(report.latencies)
+        for each in found[:1]
+    ]
+    return _table("What", ["Result", "Remarks"], rows, class_="words") if rows else None
+
+
+def _best(group: Group) -> list[Child] | None:
+    rows = [(row, row.ours) for row in group.rows]
+    found = [(ours.gb_per_s, row) for row, ours in rows if ours]
+    if not found:
+        return None
+    speed, best = max(found, key=lambda each: each[0])
+    remarks = [f"at {best.label}"]
+    ratios = [each.median for row in group.rows if (each := row.of_limit)]
+    if ratios:
+        ends = dict.fromkeys((format_number(min(ratios)), format_number(max(ratios))))
+        remarks.append(f"{' to '.join(ends)} of the limit")
+    return [group.title, tag("strong", f"{format_number(speed)} GB/s"), "; ".join(remarks)]
+
+
+def throughput_table(group: Group) -> Element:
+    """All contestants beside each other, one row a case."""
+    shown = group.contestants
+    heads = [
+        tag("tr", _head("Shape" if group.is_model else "Block size", rowspan="2"), *_over(shown)),
+        tag("tr", *(_head(text) for _ in shown for text in ("GB/s", "CPU s/GB"))),
+    ]
+    rows = [_cells([row.label, *_throughput_cells(row, shown)]) for row in group.rows]
+    return _framed(heads, rows)
+
+
+def _over(shown: Sequence[Contestant]) -> list[Element]:
+    names = [_head(NAMES[contestant], colspan="2") for contestant in shown]
+    return [*names, _head("Of limit", rowspan="2")]
+
+
+def _throughput_cells(row: Row, shown: Sequence[Contestant]) -> Iterable[Child]:
+    for contestant in shown:
+        result = row.results.get(contestant)
+        yield _NOTHING if result is None else _speed(result)
+        yield _NOTHING if result is None else format_number(result.cpu_s_per_gb)
+    yield _share(row.of_limit)
+
+
+def _speed(result: Throughput) -> Element:
+    spread = extremes(result)
+    return _with_range(format_number(result.gb_per_s), spread.low, spread.high)
+
+
+def _share(share: Ratio | None) -> Child:
+    return _NOTHING if share is None else _with_range(format_number(share.median), share.low, share.high)
+
+
+def _with_range(text: str, low: float, high: float) -> Element:
+    return tag("span", text, " ", tag("small", f"{format_number(low)}..{format_number(high)}"))
+
+
+def latency_table(found: Sequence[Latency]) -> Element:
+    """Quantiles, one row a contestant."""
+    rows = [
+        [
+            NAMES[each.contestant],
+            format_count(len(each.seconds)),
+            *(format_seconds(each.quantile(share)) for share, _ in QUANTILES),
+            format_seconds(min(each.seconds)),
+            format_seconds(max(each.seconds)),
+        ]
+        for each in found
+    ]
+    return _table("who", ["calls", *(name for _, name in QUANTILES), "fastest", "slowest"], rows)
+
+
+def scale_table(found: Scale) -> Element:
+    """Two columns."""
+    rows = [[format_count(x), format_number(y)] for x, y in sorted(zip(found.x, found.y, strict=True))]
+    return _table(found.name, [found.unit], rows)
+
+
+def machine_table(report: Report) -> Element:
+    """Everything that the figures depend on."""
+    machine = report.machine
+    facts = [
+        ("Processor", machine.cpu),
+        ("Cores", format_count(machine.cores)),
+        ("Memory", f"{format_number(machine.memory_bytes / 2**30)} GiB"),
+        ("Kernel", machine.kernel),
+        ("Transparent huge pages", machine.huge_pages),
+        ("Python", machine.python),
+        ("llm-datadist", report.version),
+        ("Measured at", report.made_at),
+        ("Rounds", format_count(report.rounds)),
+    ]
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in facts]
+    return tag("div", tag("table", tag("tbody", *rows), class_="facts"), class_="scroll")
+
+
+def _table(first: str, columns: Sequence[str], rows: Iterable[Sequence[Child]], **attributes: str) -> Element:
+    heads = [tag("tr", _head(first), *(_head(column) for column in columns))]
+    return _framed(heads, [_cells(row) for row in rows], **attributes)
+
+
+def _framed(heads: Sequence[Element], rows: Sequence[Element], **attributes: str) -> Element:
+    """Wide tables scroll by themselves, also by keyboard."""
+    table = tag("table", tag("thead", *heads), tag("tbody", *rows), **attributes)
+    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="Figures")
+
+
+def _head(text: str, **attributes: str) -> Element:
+    return tag("th", text, scope="colgroup" if "colspan" in attributes else "col", **attributes)
+
+
+def _cells(row: Sequence[Child]) -> Element:
+    first, *others = row
+    return tag("tr", tag("th", first, scope="row"), *(tag("td", each) for each in others))

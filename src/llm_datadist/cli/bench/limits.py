@@ -6,6 +6,7 @@ uses by default.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ from llm_datadist.cli.bench import cases
 from llm_datadist.cli.bench.contestant import Contestant, Owner, serve
 from llm_datadist.layout.spans import Runs, merge
 from llm_datadist.memory import iovec, syscalls
+from llm_datadist.paths.tcp_stream import SAME_HOST_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
 _MAX_THREADS: Final = 4
 _CONNECTIONS: Final = 2
 _PARALLEL_BYTES: Final = 1 << 20
-_BUFFER_BYTES: Final = 64 << 10
-"""What is on its way stays in the processor's caches; with megabytes loopback reaches two thirds of it."""
+_PARTS_PER_THREAD: Final = 8
 _CONNECT_S: Final = 10.0
 _GO: Final = b"g"
 
@@ -68,8 +69,11 @@ class Side:
             lengths, source, start = cut
             addresses = addresses[source] + start
         self._iovecs = iovec.pair(addresses.astype(np.uint64), lengths)
-        shares = iovec.share(lengths, parts if case.total_bytes >= _PARALLEL_BYTES else 1)
-        self.parts = [self._batches(lengths, start, stop) for start, stop in shares]
+        ends = np.cumsum(lengths)
+        count = parts if case.total_bytes >= _PARALLEL_BYTES else 1
+        marks = [case.total_bytes * part // count for part in range(1, count)]
+        cuts = [0, *(np.searchsorted(ends, marks) + 1).tolist(), len(lengths)]
+        self.parts = [self._batches(lengths, a, b) for a, b in itertools.pairwise(cuts) if a < b]
 
     def _batches(self, lengths: I64, start: int, stop: int) -> list[Batch]:
         base = self._iovecs.ctypes.data + self._iovecs.strides[0] * start
@@ -122,18 +126,21 @@ class ProcessVm(Contestant):
         """See ``Contestant.open``."""
         runs = _runs(self.case, self.selection)
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._local = Side(self.case, runs, runs.local, self.tensors.addresses, threads)
-        self._remote = Side(self.case, runs, runs.remote, offer.addresses, threads)
+        parts = threads * _PARTS_PER_THREAD
+        self._local = Side(self.case, runs, runs.local, self.tensors.addresses, parts)
+        self._remote = Side(self.case, runs, runs.remote, offer.addresses, parts)
         call = syscalls.process_vm_readv if cases.pulls(self.case) else syscalls.process_vm_writev
 
-        def part(number: int) -> None:
-            for here, there in zip(self._local.parts[number], self._remote.parts[number], strict=True):
-                _whole(call(offer.pid, here.address, there.address, here.entries), here, call.__name__)
+        def work() -> None:
+            for ours, theirs in self._left:  # shared: each thread takes the next part
+                for here, there in zip(ours, theirs, strict=True):
+                    _whole(call(offer.pid, here.address, there.address, here.entries), here, call.__name__)
 
-        self._team = Team([lambda n=n: part(n) for n in range(len(self._local.parts))])  # type: ignore[misc]
+        self._team = Team([work] * min(threads, len(self._local.parts)))
 
     def move(self) -> None:
         """See ``Contestant.move``."""
+        self._left = iter(list(zip(self._local.parts, self._remote.parts, strict=True)))
         self._team()
 
 
@@ -198,7 +205,7 @@ class Sockets(Contestant):
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, option, SAME_HOST_BUFFER_BYTES)
 
 
 def _send(sock: socket.socket, part: list[Batch]) -> None:

@@ -16,7 +16,7 @@ from llm_datadist.cli.bench.results import Case, Contestant, Latency, Report, Sc
 from llm_datadist.cli.bench.table import tables
 from llm_datadist.cli.bench.units import format_bytes, format_number, format_seconds
 from llm_datadist.cli.bench.views import NAMES, Row
-from llm_datadist.cli.bench.workload import BESIDE, Kind
+from llm_datadist.cli.bench.workload import BESIDE, Kind, small_pull
 from llm_datadist.cli.machine import MEMINFO, fingerprint, memory_bytes
 from llm_datadist.cli.plan import PathName
 from llm_datadist.cli.show import Show, open_console, print_problem
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _NAME: Final = "bench"
 _HEADROOM_BYTES: Final = 512 << 20
 _PROBE: Final = Case("pull_blocks", "process_vm", tensors=1, blocks=1, block_bytes=4096)
+_PLANNED_PATH: Final = "process_vm"
+"""Whose system calls can be left out, to see what planning costs."""
 _CLOCK_DIGITS: Final = 9
 """Times of single calls are kept in whole nanoseconds: the clock is no finer."""
 
@@ -61,7 +63,7 @@ def run(workload: Workload, outputs: Outputs) -> int:
         The exit code: 0 if everything is measured and written, else 1.
     """
     out = open_console()
-    made_at = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+    made_at = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     measured = Measured()
     problem = ""
     try:
@@ -177,19 +179,19 @@ class Measured:
                 show.say(f"latency of {_short(case)}: {NAMES[found.contestant]} {format_seconds(found.quantile(0.5))}")
 
     def _scale(self, workload: Workload, plan: driver.Plan, show: Show) -> None:
-        effort = workload.effort
-        show.step("planning")
-        self._add_scale(scales.planning(effort.spans, plan.rounds), show)
+        effort, path = workload.effort, workload.paths[0]
+        if _PLANNED_PATH in workload.paths:
+            show.step("planning")
+            self._add_scale(scales.planning(effort.spans, plan.rounds), show)
         show.step("links")
-        found = scales.links(effort.links, plan, effort.calls // 3, _advance(show))
-        medians = [each.quantile(0.5) * 1e6 for each in found]
-        self._add_scale(Scale("links that are up", "µs a small pull", list(effort.links), medians), show)
+        with_links = [Program.ours("--links", str(count)) for count in effort.links]
+        pulls = driver.latency([small_pull(path)], with_links, plan, effort.calls, _advance(show))
+        medians = [each.quantile(0.5) * 1e6 for each in pulls]
+        self._add_scale(Scale(f"links that are up, over {path}", "µs a small pull", list(effort.links), medians), show)
         show.step("tensors")
-        speeds = driver.run(workload.tensor_cases(), _programs([Contestant.OURS]), plan, _advance(show))
-        self._add_scale(
-            Scale("tensors", "GB/s", list(effort.tensors), [each.gb_per_s for each in speeds]),
-            show,
-        )
+        found = driver.run(workload.tensor_cases(), _programs([Contestant.OURS]), plan, _advance(show))
+        speeds = [each.gb_per_s for each in found]
+        self._add_scale(Scale(f"tensors, over {path}", "GB/s of pull_blocks", list(effort.tensors), speeds), show)
 
     def _add_scale(self, scale: Scale, show: Show) -> None:
         self.scales.append(scale)

@@ -22,11 +22,7 @@ _NOTHING = "-"
 def glance(report: Report) -> Element | None:
     """The best of each group and the latencies of the library; None if there are neither."""
     rows = [row for group in groups(report.throughputs) if (row := _best(group))]
-    rows += [
-        [title, tag("strong", format_seconds(each.quantile(0.5))), f"p50; p99 {format_seconds(each.quantile(0.99))}"]
-        for title, found in latencies(report.latencies)
-        for each in found[:1]
-    ]
+    rows += [_typical(title, found) for title, found in latencies(report.latencies)]
     return _table("What", ["Result", "Remarks"], rows, class_="words") if rows else None
 
 
@@ -42,6 +38,13 @@ def _best(group: Group) -> list[Child] | None:
         ends = dict.fromkeys((format_number(min(ratios)), format_number(max(ratios))))
         remarks.append(f"{' to '.join(ends)} of the limit")
     return [group.title, tag("strong", f"{format_number(speed)} GB/s"), "; ".join(remarks)]
+
+
+def _typical(title: str, found: Sequence[Latency]) -> list[Child]:
+    first, *others = found
+    remarks = [f"p50; p99 {format_seconds(first.quantile(0.99))}"]
+    remarks += [f"p50 of {NAMES[each.contestant]} {format_seconds(each.quantile(0.5))}" for each in others]
+    return [title, tag("strong", format_seconds(first.quantile(0.5))), "; ".join(remarks)]
 
 
 def throughput_table(group: Group) -> Element:

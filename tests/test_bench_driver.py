@@ -109,8 +109,11 @@ def test_only_the_one_whose_turn_it_is_runs(tmp_path):
     ],
 )
 def test_a_contestant_that_fails_is_named_with_the_case_and_the_reason(manner, reason, tmp_path):
-    with pytest.raises(BenchError, match=rf"(?s){reason}.*while measuring pull_blocks over process_vm, 2 tensors"):
+    with pytest.raises(
+        BenchError, match=rf"(?s){reason}.*while measuring pull_blocks over process_vm, 2 tensors"
+    ) as found:
         run([TINY], [fake("honest", tmp_path), fake(manner, tmp_path)], PLAN)
+    assert found.value.contestant is Contestant.NIXL
     wait_until_all_ended(tmp_path)
 
 

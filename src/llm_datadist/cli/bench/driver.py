@@ -40,7 +40,11 @@ _STOP_S: Final = 10.0
 
 
 class BenchError(Exception):
-    """A contestant cannot be measured; the message names it, the case and the reason."""
+    """Something cannot be measured; the message names the contestant, if it is one's fault, the case and the reason."""
+
+    def __init__(self, message: str, contestant: Contestant | None = None) -> None:
+        super().__init__(message)
+        self.contestant = contestant
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ class _Runner:
             self._child = Child(program.contestant.value, program.command, program.environment, self._errors)
         except ChildError as error:
             self._errors.close()
-            raise BenchError(str(error)) from error
+            raise BenchError(str(error), program.contestant) from error
 
     def prepare(self) -> None:
         """Get ready for the case."""
@@ -202,7 +206,7 @@ class _Runner:
             yield
         except ChildError as error:
             message = f"{error} (while measuring {cases.describe(self._case)})"
-            raise BenchError(message) from error
+            raise BenchError(message, self.program.contestant) from error
         finally:
             self._child.signal(signal.SIGSTOP)
 

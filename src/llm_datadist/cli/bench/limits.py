@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _MAX_THREADS: Final = 4
 _CONNECTIONS: Final = 2
 _PARALLEL_BYTES: Final = 1 << 20
-_BUFFER_BYTES: Final = 4 << 20
+_BUFFER_BYTES: Final = 64 << 10
+"""What is on its way stays in the processor's caches; with megabytes loopback reaches two thirds of it."""
 _CONNECT_S: Final = 10.0
 _GO: Final = b"g"
 

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 SPAN_COUNTS: Final = (1_000, 10_000, 100_000, 1_000_000)
 LINK_COUNTS: Final = (1, 8, 64, 512)
-SMALL: Final = Case("pull_blocks", "process_vm", tensors=2, blocks=1, block_bytes=32 << 10)
-"""One block of one layer."""
 _TENSORS: Final = 64
 _PLANNED_BYTES: Final = 64 << 20
+
+
+def small(path: str) -> Case:
+    """One block of one layer, for latencies."""
+    return Case("pull_blocks", path, tensors=2, blocks=1, block_bytes=32 << 10)
 
 
 def planning(span_counts: Sequence[int] = SPAN_COUNTS, rounds: int = 5) -> Scale:
@@ -56,13 +59,13 @@ def planning(span_counts: Sequence[int] = SPAN_COUNTS, rounds: int = 5) -> Scale
 def links(
     link_counts: Sequence[int], plan: driver.Plan, calls: int, on_step: driver.OnStep = lambda _: None
 ) -> list[Latency]:
-    """The latency of ``SMALL`` while so many links are up, in interleaved rounds.
+    """The latency of a small pull on the same host while so many links are up, in interleaved rounds.
 
     Raises:
         BenchError: see ``driver.latency``.
     """
     programs = [driver.Program.ours("--links", str(count)) for count in link_counts]
-    return driver.latency([SMALL], programs, plan, calls, on_step)
+    return driver.latency([small("process_vm")], programs, plan, calls, on_step)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from llm_datadist.cli.bench import driver, scales
 from llm_datadist.cli.bench.driver import BenchError, Program
 from llm_datadist.cli.bench.html import page
 from llm_datadist.cli.bench.results import Case, Contestant, Latency, Report, Scale, Throughput
-from llm_datadist.cli.bench.table import tables
+from llm_datadist.cli.bench.table import NOTE, tables
 from llm_datadist.cli.bench.units import format_bytes, format_number, format_seconds
 from llm_datadist.cli.bench.views import NAMES, Row
 from llm_datadist.cli.bench.workload import BESIDE, Kind, small_pull
@@ -24,6 +24,8 @@ from llm_datadist.cli.show import Show, open_console, print_problem
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from rich.console import Console
 
     from llm_datadist.cli.bench.driver import Step
     from llm_datadist.cli.bench.workload import Workload
@@ -65,7 +67,6 @@ def run(workload: Workload, outputs: Outputs) -> int:
     out = open_console()
     made_at = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     measured = Measured()
-    problem = ""
     try:
         workload = replace(workload, paths=resolved(workload.paths))
         check_memory(workload)
@@ -73,27 +74,25 @@ def run(workload: Workload, outputs: Outputs) -> int:
         with show.bar:
             measured.measure(workload, show)
     except (BenchError, RuntimeError) as error:
-        problem = str(error)
-    report = Report(
-        version=metadata.version("llm-datadist"),
-        made_at=made_at,
-        machine=fingerprint(),
-        rounds=workload.rounds,
-        throughputs=measured.throughputs,
-        latencies=measured.latencies,
-        scales=measured.scales,
-        command=workload.command,
-    )
+        _print(out, measured.report(workload, made_at))
+        print_problem(_NAME, str(error))
+        return 1
+    report = measured.report(workload, made_at)
+    _print(out, report)
+    try:
+        outputs.write(report)
+    except OSError as error:
+        print_problem(_NAME, f"cannot write {error.filename}: {error.strerror}")
+        return 1
+    return 0
+
+
+def _print(out: Console, report: Report) -> None:
     for table in tables(report):
         out.print(table)
-    if not problem:
-        try:
-            outputs.write(report)
-        except OSError as error:
-            problem = f"cannot write {error.filename}: {error.strerror}"
-    if problem:
-        print_problem(_NAME, problem)
-    return 1 if problem else 0
+        out.print()
+    if report.throughputs:
+        out.print(NOTE, highlight=False)
 
 
 def resolved(paths: Sequence[str]) -> tuple[str, ...]:
@@ -145,6 +144,19 @@ class Measured:
         self.throughputs: list[Throughput] = []
         self.latencies: list[Latency] = []
         self.scales: list[Scale] = []
+
+    def report(self, workload: Workload, made_at: str) -> Report:
+        """All of it, and where it was measured."""
+        return Report(
+            version=metadata.version("llm-datadist"),
+            made_at=made_at,
+            machine=fingerprint(),
+            rounds=workload.rounds,
+            throughputs=self.throughputs,
+            latencies=self.latencies,
+            scales=self.scales,
+            command=workload.command,
+        )
 
     def measure(self, workload: Workload, show: Show) -> None:
         """Measure everything.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.cli.bench.markup import Child, tag
 from llm_datadist.cli.bench.plots import QUANTILES
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llm_datadist.cli.bench.results import Contestant, Latency, Ratio, Report, Scale, Throughput
     from llm_datadist.cli.bench.views import Group, Row
 
-_NOTHING = "-"
+_NOTHING: Final = "-"
 
 
 def glance(report: Report) -> Element | None:

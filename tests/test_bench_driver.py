@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,9 +16,6 @@ import fake_contestant
 from llm_datadist.cli.bench import scales
 from llm_datadist.cli.bench.driver import BenchError, Plan, Program, Step, latency, run
 from llm_datadist.cli.bench.results import Case, Contestant, Memory, Order
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = Case("pull_blocks", "process_vm", tensors=2, blocks=6, block_bytes=4096)
 PARALLEL = Case("pull_blocks", "process_vm", tensors=2, blocks=40, block_bytes=32 << 10, order=Order.RUNS)
@@ -155,6 +153,20 @@ def test_nothing_is_left_after_an_interrupt(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run([TINY], [fake(notes=tmp_path), fake(notes=tmp_path)], PLAN, interrupt)
+    wait_until_all_ended(tmp_path)
+
+
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path):
+    script = (
+        "import sys; from test_bench_driver import *\n"
+        "run([TINY], [fake(notes=sys.argv[1]), fake('hangs', sys.argv[1])], PLAN, lambda _: print(flush=True))"
+    )
+    command = (sys.executable, "-c", script, str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent) as killed:
+        try:
+            assert select.select([killed.stdout], [], [], WAIT_S)[0]  # one is stopped by now, the other one works
+        finally:
+            killed.kill()
     wait_until_all_ended(tmp_path)
 
 

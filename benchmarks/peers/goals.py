@@ -81,7 +81,6 @@ MAX_NS_A_SPAN: Final = 40.0
 MAX_GROWTH: Final = 1.5
 """Cost a span at any number of spans against the least at a smaller number: more would not be linear."""
 
-LINKS: Final = 512
 MAX_LINKS_LATENCY: Final = 1.2
 
 LAYERS: Final = 32

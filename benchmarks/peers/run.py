@@ -133,4 +133,7 @@ def _markdown(rows: Iterable[Row]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

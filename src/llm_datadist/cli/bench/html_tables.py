@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.cli.bench.markup import Child, tag
@@ -48,7 +49,7 @@ def _typical(title: str, found: Sequence[Latency]) -> list[Child]:
 
 
 def throughput_table(group: Group) -> Element:
-    """All contestants beside each other, one row a case."""
+    """All contestants beside each other, one row a case; how far the first is from its limit right behind it."""
     shown = group.contestants
     heads = [
         tag("tr", _head("Shape" if group.is_model else "Block size", rowspan="2"), *_over(shown)),
@@ -59,16 +60,19 @@ def throughput_table(group: Group) -> Element:
 
 
 def _over(shown: Sequence[Contestant]) -> list[Element]:
-    names = [_head(NAMES[contestant], colspan="2") for contestant in shown]
-    return [*names, _head("Of limit", rowspan="2")]
+    first, *others = (_head(NAMES[contestant], colspan="2") for contestant in shown)
+    return [first, _head("Of limit", rowspan="2"), *others]
 
 
 def _throughput_cells(row: Row, shown: Sequence[Contestant]) -> Iterable[Child]:
-    for contestant in shown:
-        result = row.results.get(contestant)
-        yield _NOTHING if result is None else _speed(result)
-        yield _NOTHING if result is None else format_number(result.cpu_s_per_gb)
+    first, *others = (_speed_and_cpu(row.results.get(contestant)) for contestant in shown)
+    yield from first
     yield _share(row.of_limit)
+    yield from itertools.chain(*others)
+
+
+def _speed_and_cpu(result: Throughput | None) -> tuple[Child, Child]:
+    return (_speed(result), format_number(result.cpu_s_per_gb)) if result else (_NOTHING, _NOTHING)
 
 
 def _speed(result: Throughput) -> Element:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
     from llm_datadist.engine.requests import Key, PullRequest, PushRequest
     from llm_datadist.status import LLMException
+    from llm_datadist.paths.base import Path
     from llm_datadist.utils.deadline import Deadline
 
     Plan = Callable[[PeerCache, int], Spans]
@@ -144,7 +145,7 @@ class Transfers:
         for _ in range(_MAX_ATTEMPTS):
             try:
                 remote, batch_index = _find(request, catalogue, key, pull=pull)
-                self._move(request, link, spans(remote, batch_index), deadline, catalogue.epoch, pull=pull)
+                path = self._move(request, link, spans(remote, batch_index), deadline, catalogue.epoch, pull=pull)
             except (StaleEpochError, UnknownRegionError):
                 pass
             except (KeyError, LayoutError) as error:
@@ -154,7 +155,7 @@ class Transfers:
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
                 if isinstance(key, BlocksKey):
-                    FewTransfers.remember(link, link.path(deadline), key.model_id, local, remote, catalogue.epoch)
+                    FewTransfers.remember(link, path, key.model_id, local, remote, catalogue.epoch)
                 return
             old, refreshed = catalogue, True
             catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))
@@ -220,8 +221,8 @@ class Transfers:
 
     def _move(
         self, request: Request, link: PeerLink, spans: Spans, deadline: Deadline, epoch: int, *, pull: bool
-    ) -> None:
-        """Move spans over the link's path; down the ladder if the system no longer permits it.
+    ) -> Path:
+        """Move spans over the link's path; down the ladder if the system no longer permits it. The path that did it.
 
         Raises:
             RegionError: as the path raises it.
@@ -238,7 +239,7 @@ class Transfers:
                     except PathDeniedError as error:
                         link.demote(path, str(error))
                     else:
-                        return
+                        return path
         except (PathError, ChannelClosedError) as error:
             raise path_failure(error, request.operation, link, name, deadline) from error
         except RegionError as error:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from llm_datadist.engine.network import Links
     from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
     from llm_datadist.engine.requests import Key, PullRequest, PushRequest
-    from llm_datadist.status import LLMException
     from llm_datadist.paths.base import Path
+    from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
 
     Plan = Callable[[PeerCache, int], Spans]

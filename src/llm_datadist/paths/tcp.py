@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 CONNECTIONS: Final = 2
 """That large transfers share."""
-PARALLEL_BYTES: Final = 1 << 20
+PARALLEL_BYTES: Final = 8 << 20
+"""Below this a second connection gains nothing: one moves as much in the time it takes to wake more threads."""
 REQUEST_BYTES: Final = 128 << 20
 """Of one request at most. Large, because its owner may have to wait for the interpreter before each."""
 _FENCE_S: Final = 0.15

@@ -29,7 +29,7 @@ from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.paths.base import PathDeniedError, PathError, PathTimeoutError
+from llm_datadist.paths.base import OutOfReachError, PathDeniedError, PathError, PathTimeoutError
 from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.wire import messages
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.network import Links
     from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
     from llm_datadist.engine.requests import Key, PullRequest, PushRequest
+    from llm_datadist.paths.base import Path
     from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
 
@@ -144,7 +145,7 @@ class Transfers:
         for _ in range(_MAX_ATTEMPTS):
             try:
                 remote, batch_index = _find(request, catalogue, key, pull=pull)
-                self._move(request, link, spans(remote, batch_index), deadline, catalogue.epoch, pull=pull)
+                path = self._move(request, link, spans(remote, batch_index), deadline, catalogue.epoch, pull=pull)
             except (StaleEpochError, UnknownRegionError):
                 pass
             except (KeyError, LayoutError) as error:
@@ -154,7 +155,7 @@ class Transfers:
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
                 if isinstance(key, BlocksKey):
-                    FewTransfers.remember(link, link.path(deadline), key.model_id, local, remote, catalogue.epoch)
+                    FewTransfers.remember(link, path, key.model_id, local, remote, catalogue.epoch)
                 return
             old, refreshed = catalogue, True
             catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))
@@ -220,25 +221,30 @@ class Transfers:
 
     def _move(
         self, request: Request, link: PeerLink, spans: Spans, deadline: Deadline, epoch: int, *, pull: bool
-    ) -> None:
-        """Move spans over the link's path; down the ladder if the system no longer permits it.
+    ) -> Path:
+        """Move spans over the link's path, or the one for memory beyond its reach; the path that did it.
+
+        Down the ladder if the system no longer permits a path.
 
         Raises:
             RegionError: as the path raises it.
             LLMException: any other failure.
         """
         name: str | None = None
+        beyond: Path | None = None
         try:
             with link.transfer():
                 while True:
-                    path = link.path(deadline)
+                    path = link.path(deadline, beyond)
                     name = path.name
                     try:
                         (path.read if pull else path.write)(spans, deadline, epoch)
                     except PathDeniedError as error:
                         link.demote(path, str(error))
+                    except OutOfReachError:
+                        beyond = path
                     else:
-                        return
+                        return path
         except (PathError, ChannelClosedError) as error:
             raise path_failure(error, request.operation, link, name, deadline) from error
         except RegionError as error:

@@ -264,6 +264,7 @@ def test_nothing_follows_a_write_that_may_still_land() -> None:
         copy_threads=1,
         open_data=lambda _count, _deadline: [],
         fence=lambda numbers, _deadline: numbers == [7] and answers.pop(0),
+        token=b"",
     )
     path = TcpPath(context)
     path._unfenced.add(7)

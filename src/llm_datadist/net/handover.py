@@ -61,7 +61,11 @@ class HandoverServer(Acceptor):
             self._end(token)
 
     def _admits(self, sock: socket.socket) -> bool:
-        return _user_of(sock) in _trusted()
+        user = _user_of(sock)
+        if user in _trusted():
+            return True
+        log.warn("connection to %s dropped: it came from user %d", self._name, user)
+        return False
 
     def _wants(self, said: bytearray) -> int:
         del said  # a packet comes whole; one that is too long is not a token
@@ -114,8 +118,9 @@ def fetch(name: str, token: bytes, deadline: Deadline) -> Parcel:
     try:
         set_timeouts(sock, deadline.remaining())  # a full backlog is waited for, too
         sock.connect(_address(name))
-        if _user_of(sock) not in _trusted():
-            message = f"the peer runs as user {_user_of(sock)}, this process as {os.geteuid()}"
+        user = _user_of(sock)
+        if user not in _trusted():
+            message = f"the peer runs as user {user}, this process as {os.geteuid()}"
             raise ProtocolError(message)
         sock.send(token, socket.MSG_NOSIGNAL)
         return Parcel(sock, _receive(sock))

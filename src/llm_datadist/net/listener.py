@@ -114,7 +114,6 @@ class Acceptor(abc.ABC):
                     self._loop.call_later(_PAUSE_S, self._watch)
                 return
             if not self._admits(sock):
-                log.warn("connection to %s dropped: another user", self._name)
                 sock.close()
                 continue
             if len(self._strangers) >= _MAX_STRANGERS:

@@ -144,7 +144,7 @@ class Route:
             try:
                 path = self._try(name, deadline)
             except PathRejectedError as rejection:
-                if self._paths and deadline.expired():  # it was not to blame: let a later transfer try it again
+                if deadline.expired():  # the path may not be to blame: let a later transfer try it again
                     message = f"the deadline passed while trying the path {name}: {rejection.reason}"
                     raise PathTimeoutError(message) from rejection
                 self._attempts.append(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))

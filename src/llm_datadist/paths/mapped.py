@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_datadist.memory import syscalls
-from llm_datadist.memory.move import DENIED, move, move_unchecked
+from llm_datadist.memory.move import DENIED, move_unchecked
 from llm_datadist.memory.regions import RegionError, RegionView
 from llm_datadist.memory.shared import Mapping, NotSealedError
 from llm_datadist.net.handover import fetch
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.layout.spans import Spans
-    from llm_datadist.memory.move import VmCall
     from llm_datadist.paths.base import Context, Path, Peer
     from llm_datadist.utils.deadline import Deadline
 
@@ -60,14 +58,14 @@ class MappedPath(OneSidedPath):
             raise OutOfReachError(message)
         return located
 
-    def _copy(self, call: VmCall, here: U64, there: U64) -> None:
+    def _copy(self, here: U64, there: U64, *, writing: bool) -> None:
         # The kernel copies, so that an address of ours which is not mapped is an error; where it may not, memmove does.
         try:
-            move(call, self.pid, here, there)
+            super()._copy(here, there, writing=writing)
         except OSError as error:
             if error.errno not in DENIED:
                 raise
-            target, source = (there, here) if call is syscalls.process_vm_writev else (here, there)
+            target, source = (there, here) if writing else (here, there)
             move_unchecked(target, source)
 
     def _ended(self) -> str:

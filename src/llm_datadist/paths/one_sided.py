@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.layout.spans import Spans
-    from llm_datadist.memory.move import VmCall
     from llm_datadist.memory.regions import RegionView
     from llm_datadist.paths.base import Context, TensorPairs
     from llm_datadist.utils.deadline import Deadline
@@ -99,9 +98,9 @@ class OneSidedPath(Path):
         """Where in process ``pid`` the peer's side of each tensor is; see ``RegionView.bases``."""
         return self.view.bases(spans.regions, spans.starts, spans.runs.extent)
 
-    def _copy(self, call: VmCall, here: U64, there: U64) -> None:
+    def _copy(self, here: U64, there: U64, *, writing: bool) -> None:
         """Move one part; see ``move``."""
-        move(call, self.pid, here, there)
+        move(syscalls.process_vm_writev if writing else syscalls.process_vm_readv, self.pid, here, there)
 
     def _move(self, spans: Spans, deadline: Deadline, epoch: int, *, writing: bool) -> None:
         self.check_alive()
@@ -110,7 +109,6 @@ class OneSidedPath(Path):
         lengths, regions, here = spans.runs.lengths, spans.regions, spans.here
         there = iovec.Side(self._bases(spans), spans.runs.remote)
         checkpoint = Checkpoint(deadline)
-        call = syscalls.process_vm_writev if writing else syscalls.process_vm_readv
         threads = self._threads if spans.total >= PARALLEL_BYTES else 1
         piece = min(iovec.MAX_PIECE, max(PARALLEL_BYTES, spans.total // (threads * _PARTS_PER_THREAD)))
         parts = iter(list(iovec.parts(len(regions), lengths, max_bytes=piece)))
@@ -124,7 +122,7 @@ class OneSidedPath(Path):
                 # Memory that is being taken back must not be written to; a read of it is found out afterwards.
                 if writing:
                     self._check_live(regions)
-                self._copy(call, here.iovecs(lengths, part), there.iovecs(lengths, part))
+                self._copy(here.iovecs(lengths, part), there.iovecs(lengths, part), writing=writing)
 
         try:
             run([work] * threads, self._copiers, checkpoint)

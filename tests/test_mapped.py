@@ -7,13 +7,21 @@ import errno
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from expect import expect
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMException, LLMStatusCode
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMException,
+    LLMStatusCode,
+)
 from llm_datadist.memory import syscalls
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Peers, array_at, close_off
 from test_faults import (
@@ -31,9 +39,6 @@ from test_faults import (
 )
 from test_links import explain, pull_one, with_caches
 from test_stalls import hold_writes, push_all, release_writes, wait_entered
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OK = LLMStatusCode.LLM_SUCCESS
 POOL = '{"memory_size": 268435456, "page_shift": 12}'
@@ -258,7 +263,7 @@ def deny_process_vm(node: Node) -> None:
 
 
 def test_where_not_even_the_own_memory_may_be_copied_by_the_kernel(peers: Peers) -> None:
-    """memmove does it, in both directions."""
+    """Then it is left to memmove, in both directions."""
     server, client = make(peers, 1), make(peers, 2, listen=False)
     server.call(allocate, "pool", 7, 0)
     client.call("register_blocks", "dst", TENSORS, BLOCKS, BLOCK_BYTES)
@@ -536,9 +541,7 @@ def test_across_pid_namespaces(peers: Peers) -> None:
     if not _may_unshare():
         pytest.skip("unshare is not permitted here")
     properties: dict[str, Any] = {"mem_pool_cfg": POOL, "paths": "process_vm,mapped", "sync_kv_timeout": 4_000}
-    server, client = (
-        peers.make(number, process=peers.process(enter_pid_namespace), **properties) for number in (1, 2)
-    )
+    server, client = (peers.make(number, process=peers.process(enter_pid_namespace), **properties) for number in (1, 2))
     for peer in (server, client):
         peer.call("use_pool")
         peer.call(big_cache, "mine", 0)

@@ -40,7 +40,8 @@ ALIVE: Final = 1
 NONCE_BYTES: Final = 64
 
 _TABLE_BYTES: Final = CAPACITY * ROW_BYTES
-_FILE_BYTES: Final = _TABLE_BYTES + mmap.PAGESIZE
+FILE_BYTES: Final = _TABLE_BYTES + mmap.PAGESIZE
+"""Of the memfd: the table, and the page of the nonce."""
 
 _SLOT_MASK: Final = CAPACITY - 1
 _EPOCH, _STATE = 1, 2
@@ -66,10 +67,10 @@ class RegionTable:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, _FILE_BYTES)
+        os.ftruncate(self._fd, FILE_BYTES)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-        self._map = mmap.mmap(self._fd, _FILE_BYTES)
+        self._map = mmap.mmap(self._fd, FILE_BYTES)
         self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64, count=CAPACITY * 4).reshape(CAPACITY, 4)
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
         self._words = memoryview(self.rows.reshape(-1).data)
@@ -80,7 +81,7 @@ class RegionTable:
         self._leases: dict[object, Sequence[int]] = {}
         self._waiters = 0
         self._map[_TABLE_BYTES : _TABLE_BYTES + NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
-        self.area = Area(self._fd, self.rows.ctypes.data, _FILE_BYTES)
+        self.area = Area(self._fd, self.rows.ctypes.data, FILE_BYTES)
         """Table and nonce, for processes that map them."""
         self.probe_region = self.add(self.area.base + _TABLE_BYTES, NONCE_BYTES)
 
@@ -242,7 +243,7 @@ class RegionView:
             RegionError: it is not a region table.
         """
         try:
-            check_sealed(fd, _FILE_BYTES, name)
+            check_sealed(fd, FILE_BYTES, name)
         except NotSealedError as error:
             message = f"{name} is not a sealed region table"
             raise RegionError(message) from error

@@ -7,6 +7,7 @@ they came stays open: its end is that of the peer's process, whatever pid namesp
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.layout.spans import Spans
+    from llm_datadist.net.handover import Parcel
     from llm_datadist.paths.base import Context, Path, Peer
     from llm_datadist.utils.deadline import Deadline
 
@@ -110,12 +112,19 @@ class Mapped(Transport):
             message = f"cannot get the peer's shared memory: {reason}"
             raise PathRejectedError(message, "run both processes as the same user") from error
         try:
-            view = RegionView.of_descriptor(parcel.areas[0].fd, "what the peer handed over")
-            mapping = Mapping(parcel.areas)
+            return _mapped(parcel, context)
         except (OSError, RegionError, NotSealedError) as error:
-            parcel.connection.close()
             message = f"cannot map the peer's shared memory: {error}"
             raise PathRejectedError(message) from error
         finally:
             parcel.close_descriptors()
-        return MappedPath(parcel.connection, view, mapping, context)
+
+
+def _mapped(parcel: Parcel, context: Context) -> MappedPath:
+    with contextlib.ExitStack() as undo:
+        undo.callback(parcel.connection.close)
+        view = RegionView.of_descriptor(parcel.areas[0].fd, "what the peer handed over")
+        undo.callback(view.close)
+        mapping = Mapping(parcel.areas)
+        undo.pop_all()
+    return MappedPath(parcel.connection, view, mapping, context)

@@ -1,7 +1,7 @@
 """What is said where descriptors of shared memory are handed over: one packet each way. Sans-I/O.
 
-The peer shows the token of its link; the owner answers with a ``Handover``, and with as many descriptors. The connection
-then stays open without a word: its end is that of one of the two processes, or of the link.
+The peer shows the token of its link; the owner answers with a ``Handover``, and with as many descriptors. The
+connection then stays open without a word: its end is that of one of the two processes, or of the link.
 """
 
 from __future__ import annotations

@@ -79,14 +79,20 @@ class Route:
             PathError: no permitted path works.
         """
         path = None
-        with self._lock:
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            message = "the deadline passed while another transfer was trying a path"
+            raise PathTimeoutError(message)
+        try:
             if not self._closed:
                 at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
                 if at == len(self._paths):
                     self._paths += (self._climb(deadline),)
                 path = self._paths[at]
+        finally:
+            self._lock.release()
+            if self._closed:
+                self.close()  # it was closed while this thread had the lock
         if self._closed or path is None:
-            self.close()  # it was closed while this thread had the lock
             message = "the link was closed"
             raise PeerGoneError(message)
         return path

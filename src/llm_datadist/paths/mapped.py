@@ -108,9 +108,9 @@ class Mapped(Transport):
             hint = "share one network namespace (docker: --network=container:NAME; containers of one pod do)"
             raise PathRejectedError(message, hint) from error
         except (OSError, ProtocolError) as error:
-            reason = "it did not answer in time" if isinstance(error, BlockingIOError) else error
-            message = f"cannot get the peer's shared memory: {reason}"
-            raise PathRejectedError(message, "run both processes as the same user") from error
+            late = isinstance(error, BlockingIOError)
+            message = f"cannot get the peer's shared memory: {'it did not answer in time' if late else error}"
+            raise PathRejectedError(message, None if late else "run both processes as the same user") from error
         try:
             return _mapped(parcel, context)
         except (OSError, RegionError, NotSealedError) as error:

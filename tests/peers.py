@@ -7,6 +7,7 @@ caches whose memory is surrounded by guard bytes. Every wait has a timeout.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import itertools
 import multiprocessing
@@ -43,11 +44,16 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class Arena:
-    """The memory of one cache: tensors of ``size`` bytes, each between two guards."""
+    """The memory of one cache: tensors of ``size`` bytes, each between two guards; in ``pool`` memory, if given."""
 
-    def __init__(self, tensors: int, size: int, seed: int | None) -> None:
+    def __init__(self, tensors: int, size: int, seed: int | None, pool: Cache | None = None) -> None:
         self.size = size
-        self.memory = [np.full(size + 2 * GUARD, POISON, dtype=np.uint8) for _ in range(tensors)]
+        self.pool = pool
+        whole = size + 2 * GUARD
+        addrs = [] if pool is None else pool.tensor_addrs
+        self.memory = [array_at(addr, whole) for addr in addrs] or [np.empty(whole, np.uint8) for _ in range(tensors)]
+        for tensor in self.memory:
+            tensor[:] = POISON
         if seed is not None:
             rng = np.random.default_rng(seed)
             for tensor in self.memory:
@@ -56,6 +62,11 @@ class Arena:
     @property
     def addrs(self) -> list[int]:
         return [tensor.ctypes.data + GUARD for tensor in self.memory]
+
+
+def array_at(address: int, size: int) -> np.ndarray:
+    """The bytes at an address of this process."""
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
 
 
 class Node:
@@ -99,7 +110,7 @@ class Node:
         **kwargs: object,
     ) -> int:
         """Register a blocks cache of its own memory; its id."""
-        arena = Arena(tensors, blocks * block_bytes, seed)
+        arena = self.arena(tensors, blocks * block_bytes, seed)
         key = None if model_id is None else BlocksCacheKey(self.datadist.cluster_id, model_id)
         desc = CacheDesc(tensors, [blocks, block_bytes], DataType.DT_UINT8)
         cache = self.manager.register_blocks_cache(desc, arena.addrs, key, **kwargs)
@@ -118,10 +129,21 @@ class Node:
         **kwargs: object,
     ) -> int:
         """Register a contiguous cache of its own memory; its id."""
-        arena = Arena(tensors, batch * entry_bytes, seed)
+        arena = self.arena(tensors, batch * entry_bytes, seed)
         desc = CacheDesc(tensors, [batch, entry_bytes], DataType.DT_UINT8, placement)
         cache = self.manager.register_cache(desc, arena.addrs, list(keys), **kwargs)
         return self._keep(name, cache, arena)
+
+    def arena(self, tensors: int, size: int, seed: int | None) -> Arena:
+        """Memory for a cache: of the pool, if there is one and ``use_pool`` is set."""
+        if not self.extra.get("use_pool"):
+            return Arena(tensors, size, seed)
+        desc = CacheDesc(tensors, [size + 2 * GUARD], DataType.DT_UINT8)
+        return Arena(tensors, size, seed, self.manager.allocate_cache(desc))
+
+    def use_pool(self, on: bool = True) -> None:
+        """Take the memory of caches that are registered from now on from the pool, or from anywhere."""
+        self.extra["use_pool"] = on
 
     def _keep(self, name: str, cache: Cache, arena: Arena) -> int:
         if name in self.caches:
@@ -132,7 +154,9 @@ class Node:
     def unregister(self, name: str) -> None:
         """Unregister a cache and drop its memory."""
         self.manager.unregister_cache(self.caches.pop(name).cache_id)
-        del self.arenas[name]
+        pool = self.arenas.pop(name).pool
+        if pool is not None:
+            self.manager.deallocate_cache(pool)
 
     def memory(self, name: str) -> list[np.ndarray]:
         """Copies of a cache's tensors, guards included."""
@@ -170,13 +194,24 @@ class Node:
         self.datadist.finalize()
 
 
-class Process:
-    """A child process with named nodes. Calls run in threads of the child, so they may overlap."""
+def close_off() -> None:
+    """In a child, before it has threads: let no other process look into it, and give up all privileges to do that."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capset(header, (ctypes.c_uint32 * 6)()) == 0, os.strerror(ctypes.get_errno())
+    assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
 
-    def __init__(self) -> None:
+
+class Process:
+    """A child process with named nodes. Calls run in threads of the child, so they may overlap.
+
+    ``first`` is run in it before anything else.
+    """
+
+    def __init__(self, first: Callable[[], object] | None = None) -> None:
         ours, theirs = _SPAWN.Pipe()
         self._pipe = ours
-        self.child = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        self.child = _SPAWN.Process(target=_serve, args=(theirs, first), daemon=True)
         self.child.start()
         theirs.close()
         self._ids = itertools.count()
@@ -234,8 +269,10 @@ class Process:
         return self.child.exitcode
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, first: Callable[[], object] | None) -> None:
     faulthandler.enable()
+    if first is not None:
+        first()
     nodes: dict[str, Node] = {}
     lock = threading.Lock()
 
@@ -295,9 +332,9 @@ class Peers:
     def __init__(self) -> None:
         self._processes: list[Process] = []
 
-    def process(self) -> Process:
-        """A child process without a node."""
-        self._processes.append(Process())
+    def process(self, first: Callable[[], object] | None = None) -> Process:
+        """A child process without a node; see ``Process``."""
+        self._processes.append(Process(first))
         return self._processes[-1]
 
     def make(

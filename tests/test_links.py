@@ -227,6 +227,7 @@ def test_explain(peers: Peers) -> None:
         "tcp": True,
         "inprocess": False,
         "process_vm": False,
+        "mapped": False,
     }
     text = str(report)
     assert "the peer is another process" in text

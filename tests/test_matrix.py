@@ -21,12 +21,13 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from peers import GUARD, Node, Peer, Peers
+from peers import GUARD, Node, Peer, Peers, close_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-PATHS = ("inprocess", "process_vm", "tcp")
+PATHS = ("inprocess", "process_vm", "mapped", "tcp")
+POOL = '{"memory_size": 4194304, "page_shift": 12}'
 TENSORS = 4
 BLOCKS = 16
 BLOCK_BYTES = 3000
@@ -55,9 +56,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     peers = Peers()
     try:
         properties = {"paths": path, "enable_remote_cache_accessible": accessible}
-        server = peers.make(2, **properties)
-        process = server.process if path == "inprocess" else None
+        mapped = {"first": close_off} if path == "mapped" else {}
+        if mapped:
+            properties["mem_pool_cfg"] = POOL
+        server = peers.make(2, process=peers.process(**mapped), **properties)
+        process = server.process if path == "inprocess" else peers.process(**mapped)
         client = peers.make(1, process=process, listen=False, **properties)
+        for peer in (server, client):
+            peer.call("use_pool", bool(mapped))
         assert client.link(server) == LLMStatusCode.LLM_SUCCESS
         yield Pair(client, server, path)
     finally:

@@ -19,7 +19,7 @@ from llm_datadist.engine.options import (
 
 ROLE = {"llm.Role": "Prompt"}
 HIXL = {"llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "1"}
-PATHS = ("inprocess", "process_vm", "tcp")
+PATHS = ("inprocess", "process_vm", "mapped", "tcp")
 TOO_LONG = "9" * 5000
 
 
@@ -310,7 +310,7 @@ def test_max_registered_addrs_is_limited(value: str) -> None:
         ("tcp", ("tcp",)),
         ("tcp,process_vm", ("tcp", "process_vm")),
         (" tcp , inprocess ", ("tcp", "inprocess")),
-        ("inprocess,process_vm,tcp", PATHS),
+        ("inprocess,process_vm,mapped,tcp", PATHS),
     ],
 )
 def test_paths(monkeypatch: pytest.MonkeyPatch, value: str, paths: tuple[str, ...]) -> None:

@@ -10,9 +10,11 @@ from llm_datadist.engine.catalogue import Catalogue
 from llm_datadist.engine.links import LinkEnder, LinkTable
 from llm_datadist.engine.service import CacheService
 from llm_datadist.memory.regions import RegionTable
+from llm_datadist.net.handover import HandoverServer
 from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths import inprocess
+from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.tcp_server import DataServer
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -20,12 +22,13 @@ from llm_datadist.utils.process import boot_id, pid_namespace, start_time
 from llm_datadist.wire.messages import Identity, Offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import Link
     from llm_datadist.engine.options import EngineOptions
     from llm_datadist.engine.session import Session
+    from llm_datadist.memory.shared import Area
 
 _CONTROL_THREADS: Final = 64
 _SERVE_THREADS: Final = 64
@@ -37,7 +40,13 @@ _SERVED_S: Final = 2.0
 class Core:
     """What the rooms of an engine share. Threads are started when they are first needed."""
 
-    def __init__(self, cluster_id: int, options: EngineOptions, release: Callable[[CacheEntry], object]) -> None:
+    def __init__(
+        self,
+        cluster_id: int,
+        options: EngineOptions,
+        release: Callable[[CacheEntry], object],
+        pools: Sequence[Area],
+    ) -> None:
         self.options = options
         self.regions = RegionTable()
         self.identity = Identity(
@@ -47,12 +56,6 @@ class Core:
             pid_namespace=pid_namespace(),
             pid=os.getpid(),
             start_time=start_time(os.getpid()),
-        )
-        self.offer = Offer(
-            probe_region=self.regions.probe_region,
-            nonce=self.regions.nonce,
-            table_fd=self.regions.fd,
-            paths=list(options.paths),
         )
         name = f"datadist-{cluster_id}"
         cores = len(os.sched_getaffinity(0))
@@ -69,21 +72,48 @@ class Core:
         self.table = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""
+        self.handover = self._share(pools)
+        self.offer = Offer(
+            probe_region=self.regions.probe_region,
+            nonce=self.regions.nonce,
+            table_fd=self.regions.fd,
+            paths=list(options.paths),
+            handover=self.handover.name if self.handover else None,
+        )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
         self.ender = LinkEnder(self.table, self.loop, self._link_ended)
         inprocess.publish(self.identity.incarnation, self.regions)
+
+    def _share(self, pools: Sequence[Area]) -> HandoverServer | None:
+        """Let linked peers on this host have the pools; None where there is nothing to have."""
+        if not pools or Mapped.name not in self.options.paths:
+            return None
+        try:
+            return HandoverServer([self.regions.area, *pools], self.loop, self._knows)
+        except OSError as error:
+            log.warn("peers cannot map the memory pools of this process: %s", error)
+            return None
+
+    def _knows(self, token: bytes) -> bool:
+        """Whether this is the secret of a link, in whatever state."""
+        links = [session.link for session in list(self.sessions)]
+        return any(link is not None and secrets.compare_digest(link.token, token) for link in links)
 
     def _link_ended(self, link: Link) -> None:
         self.pending.pop(link.token, None)
         if link.give_up is not None:
             link.give_up.cancel()
         self.data_server.give_up(link.token, None, lambda: None)
+        if self.handover is not None:
+            self.handover.give_up(link.token)
         link.close_arrivals()
 
     def close(self) -> None:
         """Stop the threads and give the region table back; links must have ended."""
         inprocess.withdraw(self.identity.incarnation)
+        if self.handover is not None:
+            self.handover.close()
         self.data_server.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")

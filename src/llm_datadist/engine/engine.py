@@ -64,8 +64,9 @@ class Engine:
         self._lock = threading.Lock()
         self._closed = False
         self._pools = Pools(options)
-        self._core = Core(cluster_id, options, self._release_later)
-        self._links: Links = loopback.LoopbackLinks(self._core) if loopback.enabled() else NetworkLinks(self._core)
+        alone = loopback.enabled()
+        self._core = Core(cluster_id, options, self._release_later, [] if alone else self._pools.areas)
+        self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
         self.few = FewTransfers(self._core, self._links)
         self._timeout_s = options.sync_timeout_ms / 1000

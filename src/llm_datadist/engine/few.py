@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from llm_datadist.engine.errors import path_failure
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.net.channel import ChannelClosedError
-from llm_datadist.paths.base import FEW, PathDeniedError, PathError, TensorPairs
+from llm_datadist.paths.base import FEW, OutOfReachError, PathDeniedError, PathError, TensorPairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class FewTransfers:
         pairs = TensorPairs(local.addrs.tolist(), remote.regions.tolist(), epoch)
         try:
             shortcut = path.shortcut(pairs)
-        except RegionError:  # unregistered meanwhile
+        except (RegionError, OutOfReachError):  # unregistered meanwhile, or only the tensors that were moved are
             return
         link.pairings[model_id, local.cache_id] = Pairing(
             local,
@@ -147,7 +147,7 @@ class FewTransfers:
             return False
         try:
             link.begin(ticket)
-            if link.path(deadline) is not pairing.path:
+            if not link.uses(pairing.path):
                 return False
             (shortcut.read if pull else shortcut.write)(pairing.block_bytes, local_ids, remote_ids, deadline)
         except (RegionError, PathDeniedError):

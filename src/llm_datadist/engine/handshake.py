@@ -119,6 +119,7 @@ class Handshaker:
             copy_threads=core.copy_threads,
             open_data=open_data,
             fence=functools.partial(_fence, link),
+            token=link.token,
         )
         route = Route(core.options.paths, link.peer, context)
         link.use(route)

@@ -54,9 +54,9 @@ class LinkReport:
     peer_pid: int
     state: LinkState
     path: str | None
-    """Name of the path in use."""
+    """Name of the path in use; memory that it does not reach takes another one, which ``attempts`` tells."""
     attempts: tuple[Attempt, ...]
-    """What became of every path, the chosen one first."""
+    """What became of every path, those in use first."""
 
     def __str__(self) -> str:
         who = f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid})"
@@ -96,12 +96,16 @@ class PeerLink(abc.ABC):
             self.end(ticket)
 
     @abc.abstractmethod
-    def path(self, deadline: Deadline) -> Path:
-        """The path in use.
+    def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
+        """The path in use, or the one for memory that is out of reach of the path ``beyond``.
 
         Raises:
             PathError: none works (any more).
         """
+
+    @abc.abstractmethod
+    def uses(self, path: Path) -> bool:
+        """Whether a path is (still) in use."""
 
     @abc.abstractmethod
     def demote(self, path: Path, reason: str) -> None:
@@ -293,13 +297,18 @@ class Link(PeerLink):
             finally:
                 self._waiters -= 1
 
-    def path(self, deadline: Deadline) -> Path:
+    def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
         """See ``PeerLink.path``."""
         route = self._route
         if route is None:
             message = "the link is connecting"
             raise ChannelClosedError(message)
-        return route.path or route.connect(deadline)
+        known = route.path if beyond is None else None
+        return known or route.connect(deadline, beyond)
+
+    def uses(self, path: Path) -> bool:
+        """See ``PeerLink.uses``."""
+        return self._route is not None and self._route.uses(path)
 
     def demote(self, path: Path, reason: str) -> None:
         """See ``PeerLink.demote``."""

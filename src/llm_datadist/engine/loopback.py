@@ -64,10 +64,14 @@ class LoopbackLink(PeerLink):
     def end(self, ticket: object) -> None:
         """Nobody waits for its transfers."""
 
-    def path(self, deadline: Deadline) -> Path:
+    def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
         """See ``PeerLink.path``."""
-        del deadline
+        del deadline, beyond
         return self._path
+
+    def uses(self, path: Path) -> bool:
+        """See ``PeerLink.uses``."""
+        return path is self._path
 
     def demote(self, path: Path, reason: str) -> None:
         """There is only one path."""

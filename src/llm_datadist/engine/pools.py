@@ -11,6 +11,7 @@ from llm_datadist.status import LLMStatusCode
 if TYPE_CHECKING:
     from llm_datadist.engine.options import EngineOptions, PoolOptions
     from llm_datadist.memory.huge_pages import Advice
+    from llm_datadist.memory.shared import Area
 
 
 class Pools:
@@ -37,6 +38,11 @@ class Pools:
 
     def __bool__(self) -> bool:
         return bool(self._pools)
+
+    @property
+    def areas(self) -> list[Area]:
+        """The memory of all pools, for processes that map it."""
+        return [pool.area for pool in self._pools.values()]
 
     def allocate(self, *, on_device: bool, size: int, count: int) -> list[int]:
         """Addresses of ``count`` tensors of ``size`` bytes.

@@ -29,7 +29,7 @@ from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.paths.base import PathDeniedError, PathError, PathTimeoutError
+from llm_datadist.paths.base import OutOfReachError, PathDeniedError, PathError, PathTimeoutError
 from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.wire import messages
 
@@ -222,22 +222,27 @@ class Transfers:
     def _move(
         self, request: Request, link: PeerLink, spans: Spans, deadline: Deadline, epoch: int, *, pull: bool
     ) -> Path:
-        """Move spans over the link's path; down the ladder if the system no longer permits it. The path that did it.
+        """Move spans over the link's path, or the one for memory beyond its reach; the path that did it.
+
+        Down the ladder if the system no longer permits a path.
 
         Raises:
             RegionError: as the path raises it.
             LLMException: any other failure.
         """
         name: str | None = None
+        beyond: Path | None = None
         try:
             with link.transfer():
                 while True:
-                    path = link.path(deadline)
+                    path = link.path(deadline, beyond)
                     name = path.name
                     try:
                         (path.read if pull else path.write)(spans, deadline, epoch)
                     except PathDeniedError as error:
                         link.demote(path, str(error))
+                    except OutOfReachError:
+                        beyond = path
                     else:
                         return path
         except (PathError, ChannelClosedError) as error:

@@ -38,6 +38,7 @@ _MAX_HINTS: Final = 1024
 """A hint may cut a mapping in three, and a process has 65,530 mappings in all."""
 
 _MS_ASYNC: Final = 1
+_MADV_DONTFORK: Final = 10
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_READ: Final = 22
 _MADV_COLLAPSE: Final = 25
@@ -208,6 +209,11 @@ def map_shared(fd: int, length: int) -> int:
     unmap(reserved, address - reserved)
     unmap(end, reserved + length + align - end)
     return address
+
+
+def keep_from_forks(address: int, length: int) -> None:
+    """Let children that are forked later go without this mapping: they would keep its memory in use."""
+    _madvise((address, address + length), _MADV_DONTFORK)
 
 
 def unmap(address: int, length: int) -> None:

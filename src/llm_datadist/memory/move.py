@@ -129,9 +129,13 @@ def copy(target: Side, source: Side, lengths: I64, checkpoint: Callable[[], obje
             raise
         for part in iovec.parts(len(target.bases), lengths):
             checkpoint()
-            to, outof = (side.iovecs(lengths, part) for side in (target, source))
-            calls = map(ctypes.memmove, to[:, 0].tolist(), outof[:, 0].tolist(), to[:, 1].tolist())
-            collections.deque(calls, maxlen=0)
+            move_unchecked(target.iovecs(lengths, part), source.iovecs(lengths, part))
+
+
+def move_unchecked(target: U64, source: U64) -> None:
+    """Move two iovec arrays that are cut alike without the kernel: memory that is not mapped ends the process."""
+    calls = map(ctypes.memmove, target[:, 0].tolist(), source[:, 0].tolist(), target[:, 1].tolist())
+    collections.deque(calls, maxlen=0)
 
 
 def _move_all(target: Side, source: Side, lengths: I64, checkpoint: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from llm_datadist.memory import huge_pages
+from llm_datadist.memory.shared import Area
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +42,11 @@ class MemoryPool:
         self._free: list[tuple[int, int]] = [(0, self._pages)]  # (first page, pages), sorted, never adjacent
         self._used: dict[int, int] = {}
         self._advised: set[int] = set()  # huge pages by number; they stay when allocations come and go
+
+    @property
+    def area(self) -> Area:
+        """Its memory, for processes that map it."""
+        return Area(self._fd, self._base, self._length)
 
     @property
     def free_bytes(self) -> int:

@@ -6,22 +6,22 @@ epoch. Nothing else in this process learns raw addresses: across the network a s
 
 Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a
 region (id, base address, size, reachable), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
-again.
+again. The page after the last row begins with the nonce, which is a region itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
 import secrets
-import stat
 import threading
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from llm_datadist.memory.shared import Area, NotSealedError, check_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +38,10 @@ CAPACITY: Final = 1 << 16
 ROW_BYTES: Final = 32
 ALIVE: Final = 1
 NONCE_BYTES: Final = 64
+
+_TABLE_BYTES: Final = CAPACITY * ROW_BYTES
+FILE_BYTES: Final = _TABLE_BYTES + mmap.PAGESIZE
+"""Of the memfd: the table, and the page of the nonce."""
 
 _SLOT_MASK: Final = CAPACITY - 1
 _EPOCH, _STATE = 1, 2
@@ -63,11 +67,11 @@ class RegionTable:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, CAPACITY * ROW_BYTES)
+        os.ftruncate(self._fd, FILE_BYTES)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-        self._map = mmap.mmap(self._fd, CAPACITY * ROW_BYTES)
-        self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(CAPACITY, 4)
+        self._map = mmap.mmap(self._fd, FILE_BYTES)
+        self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64, count=CAPACITY * 4).reshape(CAPACITY, 4)
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
         self._words = memoryview(self.rows.reshape(-1).data)
         """The same words as plain ints: for a few of them far quicker than an array."""
@@ -76,8 +80,10 @@ class RegionTable:
         self._used = 0
         self._leases: dict[object, Sequence[int]] = {}
         self._waiters = 0
-        self._probe = ctypes.create_string_buffer(secrets.token_bytes(NONCE_BYTES), NONCE_BYTES)
-        self.probe_region = self.add(ctypes.addressof(self._probe), NONCE_BYTES)
+        self._map[_TABLE_BYTES : _TABLE_BYTES + NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
+        self.area = Area(self._fd, self.rows.ctypes.data, FILE_BYTES)
+        """Table and nonce, for processes that map them."""
+        self.probe_region = self.add(self.area.base + _TABLE_BYTES, NONCE_BYTES)
 
     @property
     def fd(self) -> int:
@@ -87,7 +93,7 @@ class RegionTable:
     @property
     def nonce(self) -> bytes:
         """The content of the probe region: a peer that reads it back has proved that its path works."""
-        return self._probe.raw
+        return self._map[_TABLE_BYTES : _TABLE_BYTES + NONCE_BYTES]
 
     @property
     def epoch(self) -> int:
@@ -224,13 +230,27 @@ class RegionView:
         # Without O_NONBLOCK a descriptor that is a pipe would hold us up for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _check_table(fd, path)
-            mapped = mmap.mmap(fd, CAPACITY * ROW_BYTES, prot=mmap.PROT_READ)
+            return cls.of_descriptor(fd, path)
         finally:
             os.close(fd)
+
+    @classmethod
+    def of_descriptor(cls, fd: int, name: str) -> RegionView:
+        """Map the table behind a descriptor, which is not needed afterwards.
+
+        Raises:
+            OSError: it cannot be mapped.
+            RegionError: it is not a region table.
+        """
+        try:
+            check_sealed(fd, FILE_BYTES, name)
+        except NotSealedError as error:
+            message = f"{name} is not a sealed region table"
+            raise RegionError(message) from error
+        mapped = mmap.mmap(fd, _TABLE_BYTES, prot=mmap.PROT_READ)
         rows: U64 = np.frombuffer(mapped, dtype=np.uint64).reshape(CAPACITY, 4)
         if int(rows[0, 0]) != MAGIC:
-            message = f"{path} is not a region table"
+            message = f"{name} is not a region table"
             raise RegionError(message)
         return cls(rows, mapped)
 
@@ -306,18 +326,6 @@ class RegionView:
             with contextlib.suppress(BufferError):  # a transfer that is just ending may still hold the rows
                 self._map.close()
             self._map = None
-
-
-def _check_table(fd: int, path: str) -> None:
-    """Refuse what is not a table, or could be truncated under our eyes, which would end this process with SIGBUS."""
-    facts = os.fstat(fd)
-    seals = 0
-    if stat.S_ISREG(facts.st_mode) and facts.st_size == CAPACITY * ROW_BYTES:
-        with contextlib.suppress(OSError):
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    if not seals & fcntl.F_SEAL_SHRINK:
-        message = f"{path} is not a sealed region table"
-        raise RegionError(message)
 
 
 def _unknown(region: int) -> UnknownRegionError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import socket
 import threading
@@ -18,7 +19,7 @@ from llm_datadist.wire.framing import Kind, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist.net.address import Address
+    from llm_datadist.net.address import Address, SockAddr
     from llm_datadist.net.loop import Loop, Timer
     from llm_datadist.utils.deadline import Deadline
 
@@ -27,6 +28,7 @@ _MAX_STRANGERS: Final = 512
 _PATIENCE_S: Final = 10.0
 """How long a connection may take to say what it is for."""
 _PAUSE_S: Final = 0.2
+_GREETED_BYTES: Final = framing.PREAMBLE_SIZE + GREETING_BYTES
 _CLOSE_S: Final = 2.0
 
 
@@ -38,54 +40,55 @@ class _Stranger:
         self.patience = patience
 
 
-class Listener:
-    """Accepts connections on one address and sorts them by their preamble.
+class Acceptor(abc.ABC):
+    """Accepts connections on one socket and learns what each is for.
 
-    ``on_control(sock)`` and ``on_data(sock, greeting)`` are called on the loop's thread and own the socket from then
-    on. A connection that says nothing for ten seconds is dropped, and of too many such strangers the oldest goes
-    first.
+    A connection that says nothing for ten seconds is dropped, and of too many such strangers the oldest goes first.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        loop: Loop,
-        on_control: Callable[[socket.socket], object],
-        on_data: Callable[[socket.socket, Greeting], object],
-    ) -> None:
-        """Bind and listen.
+    def __init__(self, sock: socket.socket, where: SockAddr | bytes, name: str, loop: Loop) -> None:
+        """Bind and listen; ``name`` is the address for people.
 
         Raises:
-            OSError: the address cannot be bound.
-            ValueError: it is not an IP literal.
+            OSError: the address cannot be bound; the socket is closed then.
         """
-        family, sockaddr = resolve(address)
+        self._sock = sock
+        self._name = name
         self._loop = loop
-        self._on_control = on_control
-        self._on_data = on_data
         self._strangers: dict[socket.socket, _Stranger] = {}
-        self._sock = own(socket.socket(family, socket.SOCK_STREAM))
         try:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            self._sock.settimeout(0)
-            self._sock.bind(sockaddr)
-            self._sock.listen(_BACKLOG)
+            sock.settimeout(0)
+            sock.bind(where)
+            sock.listen(_BACKLOG)
         except BaseException:
-            self._sock.close()
+            sock.close()
             raise
-        name = self._sock.getsockname()
-        self.address: Address = (address[0], int(name[1]))
         loop.call_soon(self._watch)
 
     def close(self) -> None:
-        """Stop listening at once (the port is free when this returns) and drop strangers; idempotent."""
+        """Stop listening at once (the address is free when this returns) and drop strangers; idempotent."""
         done = threading.Event()
         self._loop.call_soon(self._close_on_loop)
         self._loop.call_soon(done.set)
         if not self._loop.in_loop():
             done.wait(_CLOSE_S)
+
+    @abc.abstractmethod
+    def _wants(self, said: bytearray) -> int:
+        """How many bytes to receive of a stranger who has ``said`` this already."""
+
+    @abc.abstractmethod
+    def _understand(self, sock: socket.socket, said: bytearray) -> None:
+        """A stranger has said more: ``_let_go`` once it is known what the connection is for.
+
+        Raises:
+            ProtocolError: it does not belong here; it is dropped.
+        """
+
+    def _admits(self, sock: socket.socket) -> bool:
+        """Whether this connection may say anything."""
+        del sock
+        return True
 
     def _close_on_loop(self) -> None:
         self._loop.unwatch(self._sock)
@@ -106,51 +109,43 @@ class Listener:
             except OSError as error:
                 # Out of descriptors, say: leave the connection in the backlog and try again in a moment.
                 if self._sock.fileno() >= 0:
-                    log.error("cannot accept connections on %s: %s", text(self.address), error.strerror)
+                    log.error("cannot accept connections on %s: %s", self._name, error.strerror)
                     self._loop.unwatch(self._sock)
                     self._loop.call_later(_PAUSE_S, self._watch)
                 return
+            if not self._admits(sock):
+                sock.close()
+                continue
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(next(iter(self._strangers)))
             own(sock).settimeout(0)
             patience = self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
             self._strangers[sock] = _Stranger(patience)
-            self._loop.watch(sock, READ, functools.partial(self._greet, sock))
+            self._loop.watch(sock, READ, functools.partial(self._hear, sock))
 
-    def _greet(self, sock: socket.socket, _events: int) -> None:
+    def _hear(self, sock: socket.socket, _events: int) -> None:
         stranger = self._strangers.get(sock)
         if stranger is None:
             return
-        data = stranger.said
-        want = framing.PREAMBLE_SIZE
-        if len(data) >= want:
-            want += GREETING_BYTES
+        said = stranger.said
         try:
-            more = sock.recv(want - len(data))
+            more = sock.recv(self._wants(said))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             more = b""
-        data += more
+        said += more
+        if not more:
+            self._drop(sock)
+            return
         try:
-            if not more:
-                self._drop(sock)
-            elif len(data) >= framing.PREAMBLE_SIZE:
-                self._sort(sock, data)
+            self._understand(sock, said)
         except ProtocolError as error:
-            log.warn("connection to %s dropped: %s", text(self.address), error)
+            log.warn("connection to %s dropped: %s", self._name, error)
             self._drop(sock)
 
-    def _sort(self, sock: socket.socket, data: bytearray) -> None:
-        if framing.parse_preamble(data[: framing.PREAMBLE_SIZE]) is Kind.CONTROL:
-            self._hand_over(sock)
-            self._on_control(sock)
-        elif len(data) == framing.PREAMBLE_SIZE + GREETING_BYTES:
-            greeting = Greeting.decode(bytes(data[framing.PREAMBLE_SIZE :]))
-            self._hand_over(sock)
-            self._on_data(sock, greeting)
-
-    def _hand_over(self, sock: socket.socket) -> None:
+    def _let_go(self, sock: socket.socket) -> None:
+        """It is a stranger no longer."""
         self._strangers.pop(sock).patience.cancel()
         self._loop.unwatch(sock)
         sock.settimeout(None)
@@ -161,6 +156,57 @@ class Listener:
             stranger.patience.cancel()
             self._loop.unwatch(sock)
             sock.close()
+
+
+class Listener(Acceptor):
+    """Accepts connections on one address and sorts them by their preamble.
+
+    ``on_control(sock)`` and ``on_data(sock, greeting)`` are called on the loop's thread and own the socket from then
+    on.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        loop: Loop,
+        on_control: Callable[[socket.socket], object],
+        on_data: Callable[[socket.socket, Greeting], object],
+    ) -> None:
+        """Bind and listen.
+
+        Raises:
+            OSError: the address cannot be bound.
+            ValueError: it is not an IP literal.
+        """
+        family, sockaddr = resolve(address)
+        self._on_control = on_control
+        self._on_data = on_data
+        sock = own(socket.socket(family, socket.SOCK_STREAM))
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        except BaseException:
+            sock.close()
+            raise
+        super().__init__(sock, sockaddr, text(address), loop)
+        self.address: Address = (address[0], int(sock.getsockname()[1]))
+        self._name = text(self.address)
+
+    def _wants(self, said: bytearray) -> int:
+        whole = framing.PREAMBLE_SIZE if len(said) < framing.PREAMBLE_SIZE else _GREETED_BYTES
+        return whole - len(said)
+
+    def _understand(self, sock: socket.socket, said: bytearray) -> None:
+        if len(said) < framing.PREAMBLE_SIZE:
+            return
+        if framing.parse_preamble(said[: framing.PREAMBLE_SIZE]) is Kind.CONTROL:
+            self._let_go(sock)
+            self._on_control(sock)
+        elif len(said) == _GREETED_BYTES:
+            greeting = Greeting.decode(bytes(said[framing.PREAMBLE_SIZE :]))
+            self._let_go(sock)
+            self._on_data(sock, greeting)
 
 
 def connect(address: Address, greeting: bytes, deadline: Deadline) -> socket.socket:

@@ -49,6 +49,10 @@ class PathDeniedError(PathError):
     """The system no longer permits this path; another one may work."""
 
 
+class OutOfReachError(PathError):
+    """Some of this memory is beyond this path; nothing was moved, and another path may reach it."""
+
+
 class PathTimeoutError(PathError):
     """The deadline passed."""
 
@@ -97,9 +101,11 @@ class Context:
     open_data: DataConnector
     fence: Callable[[list[int], Deadline], bool]
     """Ask the peer to stop using these data connections; whether it confirmed."""
+    token: bytes
+    """Secret of the link, for a path that has to show whom it belongs to."""
 
 
-FEW: Final = 64
+FEW: Final = 256
 """Spans of a transfer that is better planned with plain ints: an array costs a microsecond before it holds anything."""
 
 
@@ -152,6 +158,8 @@ class Path(abc.ABC):
     """
 
     name: str
+    reaches_all: bool = True
+    """Whether any registered memory of the peer can be moved; else ``OutOfReachError`` tells which cannot."""
 
     @abc.abstractmethod
     def read(self, spans: Spans, deadline: Deadline, epoch: int = 0) -> None:
@@ -174,7 +182,12 @@ class Path(abc.ABC):
         """
 
     def shortcut(self, pairs: TensorPairs) -> Shortcut:
-        """A short way for small transfers between these tensors; a path that has a shorter one overrides it."""
+        """A short way for small transfers between these tensors; a path that has a shorter one overrides it.
+
+        Raises:
+            RegionError: one of the peer's is not registered (any more).
+            OutOfReachError: one of the peer's is beyond this path.
+        """
         return Shortcut(self, pairs)
 
     @abc.abstractmethod

@@ -10,8 +10,9 @@ import numpy as np
 
 from llm_datadist.layout.spans import Spans
 from llm_datadist.memory.regions import RegionError
-from llm_datadist.paths.base import Path, PathError, PathRejectedError, PeerGoneError
+from llm_datadist.paths.base import Path, PathError, PathRejectedError, PathTimeoutError, PeerGoneError
 from llm_datadist.paths.inprocess import InProcess
+from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.process_vm import ProcessVm
 from llm_datadist.paths.tcp import Tcp
 from llm_datadist.utils import log
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from llm_datadist.utils.deadline import Deadline
     from llm_datadist.wire.messages import Identity
 
-TRANSPORTS: Final[dict[str, Transport]] = {transport.name: transport for transport in (InProcess(), ProcessVm(), Tcp())}
+TRANSPORTS: Final[dict[str, Transport]] = {
+    transport.name: transport for transport in (InProcess(), ProcessVm(), Mapped(), Tcp())
+}
 """All known transports, best first."""
 DEFAULT_ORDER: Final = tuple(TRANSPORTS)
 
@@ -32,7 +35,7 @@ def one_sided(peer: Peer, ours: Identity, permitted: Sequence[str]) -> bool:
     """Whether the peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
     same_host = bool(ours.boot_id) and peer.identity.boot_id == ours.boot_id
     return same_host and any(
-        name in permitted and name in peer.offer.paths for name in (InProcess.name, ProcessVm.name)
+        name in permitted and name in peer.offer.paths for name in (InProcess.name, ProcessVm.name, Mapped.name)
     )
 
 
@@ -49,7 +52,10 @@ class Attempt:
 
 
 class Route:
-    """The path in use to one peer, and why it is this one. Thread-safe."""
+    """The path in use to one peer, and why it is this one. Thread-safe.
+
+    Where it does not reach all memory of the peer, there are further ones in use, found when they are first needed.
+    """
 
     def __init__(self, order: Sequence[str], peer: Peer, context: Context) -> None:
         self._left = list(order)
@@ -61,22 +67,32 @@ class Route:
             for name in DEFAULT_ORDER
             if name not in order
         ]
-        self._path: Path | None = None
+        self._paths: tuple[Path, ...] = ()
+        """Those in use; each one is for what those before it do not reach."""
         self._ended: list[Path] = []
         self._closed = False
 
-    def connect(self, deadline: Deadline) -> Path:
-        """The path in use; finds one first if there is none.
+    def connect(self, deadline: Deadline, beyond: Path | None = None) -> Path:
+        """The path in use, or the one for what lies ``beyond`` a path; finds one first if there is none.
 
         Raises:
             PathError: no permitted path works.
         """
-        with self._lock:
-            if self._path is None and not self._closed:
-                self._path = self._climb(deadline)
-            path = self._path
+        path = None
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            message = "the deadline passed while another transfer was trying a path"
+            raise PathTimeoutError(message)
+        try:
+            if not self._closed:
+                at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
+                if at == len(self._paths):
+                    self._paths += (self._climb(deadline),)
+                path = self._paths[at]
+        finally:
+            self._lock.release()
+            if self._closed:
+                self.close()  # it was closed while this thread had the lock
         if self._closed or path is None:
-            self.close()  # it was closed while this thread had the lock
             message = "the link was closed"
             raise PeerGoneError(message)
         return path
@@ -84,29 +100,35 @@ class Route:
     def demote(self, path: Path, reason: str) -> None:
         """Stop using ``path``: the system does not permit it any more."""
         with self._lock:
-            if path is self._path:
-                self._path = None
+            if path in self._paths:
+                self._paths = tuple(other for other in self._paths if other is not path)
                 self._ended.append(path)
-                self._attempts = [attempt for attempt in self._attempts if not attempt.chosen]
+                self._attempts = [attempt for attempt in self._attempts if attempt.name != path.name]
                 self._attempts.append(Attempt(path.name, chosen=False, reason=f"stopped working: {reason}"))
                 log.warn("path %s to cluster %d stopped working: %s", path.name, self._peer.identity.cluster_id, reason)
 
     @property
     def path(self) -> Path | None:
         """The path in use, if one is."""
-        return self._path
+        paths = self._paths
+        return paths[0] if paths else None
+
+    def uses(self, path: Path) -> bool:
+        """Whether this path is in use."""
+        return path in self._paths
 
     def attempts(self) -> tuple[Attempt, ...]:
-        """What became of every path, the chosen one first."""
+        """What became of every path, those in use first."""
         with self._lock:
             known = {attempt.name for attempt in self._attempts}
-            unneeded = [Attempt(name, chosen=False, reason="not needed") for name in self._left if name not in known]
+            enough = not self._paths or self._paths[-1].reaches_all
+            reason = "not needed" if enough else f"for what {self._paths[-1].name} does not reach, not needed yet"
+            unneeded = [Attempt(name, chosen=False, reason=reason) for name in self._left if name not in known]
             return (*sorted(self._attempts, key=lambda attempt: not attempt.chosen), *unneeded)
 
     def abort(self) -> None:
         """Make running transfers fail soon."""
-        path = self._path
-        if path is not None:
+        for path in self._paths:
             path.abort()
 
     def close(self) -> None:
@@ -115,8 +137,8 @@ class Route:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            paths = [*self._ended, *([self._path] if self._path else [])]
-            self._ended, self._path, self._left = [], None, []
+            paths = [*self._ended, *self._paths]
+            self._ended, self._paths, self._left = [], (), []
         finally:
             self._lock.release()
         for path in paths:
@@ -124,16 +146,25 @@ class Route:
 
     def _climb(self, deadline: Deadline) -> Path:
         while self._left:
-            name = self._left.pop(0)
+            name = self._left[0]
             try:
                 path = self._try(name, deadline)
             except PathRejectedError as rejection:
+                if deadline.expired():  # the path may not be to blame: let a later transfer try it again
+                    message = f"the deadline passed while trying the path {name}: {rejection.reason}"
+                    raise PathTimeoutError(message) from rejection
                 self._attempts.append(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))
+                self._left.pop(0)
                 continue
-            self._attempts.append(Attempt(name, chosen=True, reason=path.describe()))
+            reason = path.describe()
+            if self._paths:
+                reason = f"for what {self._paths[-1].name} does not reach: {reason}"
+            self._attempts.append(Attempt(name, chosen=True, reason=reason))
+            self._left.pop(0)
             return path
-        reasons = "; ".join(f"{attempt.name}: {attempt.reason}" for attempt in self._attempts)
-        message = f"no path to the peer works ({reasons})"
+        reasons = "; ".join(f"{attempt.name}: {attempt.reason}" for attempt in self._attempts if not attempt.chosen)
+        what = "this memory of the peer" if self._paths else "the peer"
+        message = f"no path to {what} works ({reasons})"
         raise PathError(message)
 
     def _try(self, name: str, deadline: Deadline) -> Path:

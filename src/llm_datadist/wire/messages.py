@@ -48,6 +48,8 @@ class Offer(Struct, frozen=True, kw_only=True):
     """The memfd of the region table, useful to processes on this host only."""
     paths: Annotated[list[Name], Meta(max_length=32)]
     """The paths that this side permits, best first."""
+    handover: Name | None = None
+    """The abstract Unix socket at which linked processes on this host get the descriptors of shared memory, if any."""
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):

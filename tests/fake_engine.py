@@ -6,6 +6,10 @@ from typing import Any
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.engine.requests import MemStatus
+from llm_datadist.utils.deadline import Deadline
+
+DEADLINE = Deadline.after(3600)
+"""Of every transfer."""
 
 
 class FakeFew:
@@ -36,6 +40,9 @@ class FakeEngine:
         self.calls.append((method, args))
         if method in self.failures:
             raise self.failures[method]
+
+    def deadline(self) -> Deadline:
+        return DEADLINE
 
     def requests(self, method: str) -> list[Any]:
         """The first argument of each call of a method."""

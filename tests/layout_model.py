@@ -87,10 +87,20 @@ def assert_merged(runs: Runs) -> None:
         assert (local + length, remote + length) != (next_local, next_remote)
 
 
+def span_rows(spans: Spans) -> list[tuple[int, int, int, int]]:
+    """(local address, region, offset in it, length) of each span, tensor by tensor, as whole numbers."""
+    runs = list(zip(spans.runs.local.tolist(), spans.runs.remote.tolist(), spans.runs.lengths.tolist(), strict=True))
+    tensors = zip(spans.bases.tolist(), spans.regions.tolist(), spans.starts.tolist(), strict=True)
+    return [
+        (base + local, region, start + remote, length)
+        for base, region, start in tensors
+        for local, remote, length in runs
+    ]
+
+
 def read(spans: Spans, memory: bytearray, base: int, regions: dict[int, bytes]) -> None:
     """Apply spans as a read: from the peer's regions into local ``memory`` that starts at address ``base``."""
-    columns = (spans.local, spans.regions, spans.offsets, spans.lengths)
-    for address, region, offset, length in zip(*(column.tolist() for column in columns), strict=True):
+    for address, region, offset, length in span_rows(spans):
         source = regions[region]
         at = address - base
         assert 0 <= offset <= offset + length <= len(source)

@@ -111,10 +111,10 @@ def test_kinds_may_be_addressed_like_this(here: Fixture, kind: CacheKind, batche
 def test_each_tensor_is_a_region_of_its_size(here: Fixture) -> None:
     entry = here.add(tensors=3)
     view = RegionView(here.regions.rows)
-    ends = np.full(3, 63, dtype=np.int64), np.ones(3, dtype=np.int64)
-    assert view.addresses(entry.regions, *ends).tolist() == [(n << 20) + 63 for n in (1, 2, 3)]
+    starts = np.full(3, 63, dtype=np.int64)
+    assert view.bases(entry.regions, starts, (0, 1)).tolist() == [(n << 20) + 63 for n in (1, 2, 3)]
     with pytest.raises(RegionError):
-        view.addresses(entry.regions, ends[0] + 1, ends[1])
+        view.bases(entry.regions, starts, (1, 2))
 
 
 def test_a_full_region_table_leaves_nothing_behind(here: Fixture) -> None:

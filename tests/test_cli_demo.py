@@ -6,15 +6,13 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cli_kit import WAIT_S, is_running, line_with, run, running, wait_gone
 from llm_datadist.cli import demo
 from llm_datadist.cli.kv import Verified
 from llm_datadist.cli.models import ModelName
@@ -23,12 +21,11 @@ from llm_datadist.cli.plan import Operation, PathName, Plan, Role
 from llm_datadist.cli.team import DemoError, Limits, started_team
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    import subprocess
+    from pathlib import Path
 
     from llm_datadist.cli.team import Team
 
-MODULE = (sys.executable, "-m", "llm_datadist.cli")
-WAIT_S = 100
 SCRIPT = "import sys\nfrom llm_datadist.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 """What installers write as the command."""
 PLAN = Plan(ModelName.TINY, 64, PathName.AUTO, 1)
@@ -36,70 +33,10 @@ LONG = ("--model", "tiny", "--tokens", "400000")
 """Takes a while: 200 MB on each side."""
 
 
-def environment() -> dict[str, str]:
-    """The environment without what changes the output."""
-    changing = {"COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "LLM_DATADIST_PATHS"}
-    return {name: value for name, value in os.environ.items() if name not in changing}
-
-
-def run(*arguments: str, command: Sequence[str] = MODULE) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment(), check=False
-    )
-
-
-@contextlib.contextmanager
-def running(*arguments: str) -> Generator[subprocess.Popen[str], None, None]:
-    """The demo in a process group of its own, killed when a test waits for too long."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*MODULE, "demo", *arguments],
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    ) as process:
-        watchdog = threading.Timer(WAIT_S, process.kill)
-        watchdog.start()
-        try:
-            yield process
-        finally:
-            watchdog.cancel()
-            process.kill()
-
-
 def pids_of(process: subprocess.Popen[str]) -> dict[str, int]:
     """The process ids that the demo prints once it has started both processes."""
     line = line_with(process, "prefill process")
     return {role: int(pid) for role, pid in re.findall(r"(\w+) process (\d+)", line)}
-
-
-def line_with(process: subprocess.Popen[str], start: str) -> str:
-    """The next line of output that begins so."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(start):
-            return line
-    pytest.fail(f"the demo ended before it printed {start!r}")
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_gone(pids: dict[str, int]) -> None:
-    """Wait until none of the processes runs."""
-    end = time.monotonic() + 30
-    while any(map(is_running, pids.values())):
-        assert time.monotonic() < end, f"still running: {pids}"
-        time.sleep(0.02)
 
 
 def stop_process(team: Team, role: Role) -> int:
@@ -189,7 +126,7 @@ def test_import_is_light() -> None:
 
 @pytest.mark.parametrize("moment", ["prefill process", "pull_blocks"])
 def test_interrupt(moment: str) -> None:
-    with running(*LONG) as process:
+    with running("demo", *LONG) as process:
         pids = pids_of(process)
         if moment != "prefill process":
             line_with(process, moment)
@@ -204,7 +141,7 @@ def test_interrupt(moment: str) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_killed_child(role: str) -> None:
-    with running(*LONG) as process:
+    with running("demo", *LONG) as process:
         pids = pids_of(process)
         os.kill(pids[role], signal.SIGKILL)
         _, errors = process.communicate(timeout=WAIT_S)
@@ -214,11 +151,11 @@ def test_killed_child(role: str) -> None:
 
 
 def test_children_do_not_outlive_a_killed_parent() -> None:
-    with running(*LONG) as process:
+    with running("demo", *LONG) as process:
         pids = pids_of(process)
         process.kill()
         process.communicate(timeout=WAIT_S)
-        wait_gone(pids)
+        wait_gone(pids.values())
 
 
 @pytest.mark.parametrize(

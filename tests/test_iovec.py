@@ -1,4 +1,4 @@
-"""iovec arrays: cut, batched, shared out, and passed byte by byte."""
+"""iovec arrays: built, cut, batched, and passed byte by byte."""
 
 from __future__ import annotations
 
@@ -45,6 +45,20 @@ def test_pair_is_an_array_of_struct_iovec() -> None:
     assert pairs.tobytes()[:16] == (1 << 63).to_bytes(8, "little") + (5).to_bytes(8, "little")
 
 
+@USUAL
+@given(
+    bases=st.lists(st.integers(0, 2**64 - 1), max_size=6),
+    ranges=st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=6),
+)
+def test_product_is_every_range_after_every_base(bases: list[int], ranges: list[tuple[int, int]]) -> None:
+    offsets, lengths = ([each[side] for each in ranges] for side in (0, 1))
+    made = iovec.product(np.array(bases, dtype=np.uint64), array(offsets), array(lengths))
+    assert made.dtype == np.uint64
+    assert made.flags.c_contiguous
+    assert made.shape == (len(bases) * len(ranges), 2)
+    assert made.tolist() == [[(base + at) % 2**64, length] for base in bases for at, length in ranges]
+
+
 # split_long
 
 
@@ -75,17 +89,22 @@ def test_split_long_cuts_into_full_pieces(lengths: list[int], long: int, at: int
 
 
 @USUAL
-@given(lengths=st.lists(LENGTHS, max_size=40), max_entries=st.integers(1, 9))
-@example(lengths=[0, 0, 0], max_entries=2)
-@example(lengths=[MAX_PIECE, 0, MAX_PIECE, 0], max_entries=9)
-def test_batches_are_full_and_cover_everything_in_order(lengths: list[int], max_entries: int) -> None:
+@given(
+    lengths=st.lists(LENGTHS, max_size=40),
+    max_entries=st.integers(1, 9),
+    max_bytes=st.sampled_from([MAX_PIECE, MAX_PIECE // 3, 4000, 1]),
+)
+@example(lengths=[0, 0, 0], max_entries=2, max_bytes=MAX_PIECE)
+@example(lengths=[MAX_PIECE, 0, MAX_PIECE, 0], max_entries=9, max_bytes=MAX_PIECE)
+@example(lengths=[0, 2, 0], max_entries=9, max_bytes=1)
+def test_batches_are_full_and_cover_everything_in_order(lengths: list[int], max_entries: int, max_bytes: int) -> None:
     position = 0
-    for start, stop in iovec.batches(array(lengths), max_entries):
+    for start, stop in iovec.batches(array(lengths), max_entries, max_bytes):
         assert start == position < stop
         assert stop - start <= max_entries
-        assert sum(lengths[start:stop]) <= MAX_PIECE
+        assert sum(lengths[start:stop]) <= max_bytes or stop - start == 1
         if stop < len(lengths):
-            assert stop - start == max_entries or sum(lengths[start : stop + 1]) > MAX_PIECE
+            assert stop - start == max_entries or sum(lengths[start : stop + 1]) > max_bytes
         position = stop
     assert position == len(lengths)
 
@@ -94,35 +113,68 @@ def test_batches_take_as_many_entries_as_a_call_does() -> None:
     assert list(iovec.batches(array([1] * 2500))) == [(0, 1024), (1024, 2048), (2048, 2500)]
 
 
-# share
+# parts
+
+
+def rows(bases: int, count: int, part: iovec.Part) -> list[tuple[int, int]]:
+    """(base, range) of each entry of a part."""
+    tensors, ranges = part
+    return [(base, at) for base in range(bases)[tensors] for at in range(count)[ranges]]
 
 
 @USUAL
-@given(lengths=st.lists(LENGTHS, max_size=40), parts=st.integers(1, 9))
-def test_share_is_fair_and_covers_everything_in_order(lengths: list[int], parts: int) -> None:
-    shares = iovec.share(array(lengths), parts)
-    assert len(shares) <= parts
-    assert [entry for start, stop in shares for entry in range(start, stop)] == list(range(len(lengths)))
-    assert all(start < stop for start, stop in shares)
-    fair = -(-sum(lengths) // parts) + max(lengths, default=0)
-    assert all(sum(lengths[start:stop]) <= fair for start, stop in shares)
+@given(
+    bases=st.integers(0, 12),
+    lengths=st.lists(LENGTHS, max_size=12),
+    max_entries=st.integers(1, 40),
+    max_bytes=st.sampled_from([MAX_PIECE, MAX_PIECE // 3, 4000, 1]),
+)
+@example(bases=3, lengths=[0], max_entries=1, max_bytes=1)
+@example(bases=3, lengths=[2], max_entries=9, max_bytes=1)
+def test_parts_cover_the_product_in_order_within_both_limits(
+    bases: int, lengths: list[int], max_entries: int, max_bytes: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+    for part in iovec.parts(bases, array(lengths), max_entries, max_bytes):
+        entries = rows(bases, len(lengths), part)
+        assert len(entries) <= max_entries
+        assert sum(lengths[at] for _, at in entries) <= max_bytes or len(entries) == 1
+        seen += entries
+    assert seen == [(base, at) for base in range(bases) for at in range(len(lengths))]
 
 
 @pytest.mark.parametrize(
-    ("given_lengths", "parts", "shares"),
+    ("bases", "lengths", "max_entries", "max_bytes", "counts"),
     [
-        ([4, 4, 4, 4], 2, [(0, 2), (2, 4)]),
-        ([9, 9], 2, [(0, 1), (1, 2)]),
-        ([7] * 8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
-        ([6, 2, 2, 2], 2, [(0, 1), (1, 4)]),
-        ([2, 2, 2, 6], 2, [(0, 3), (3, 4)]),
-        ([1] * 6, 1, [(0, 6)]),
-        ([10], 4, [(0, 1)]),
-        ([], 4, []),
+        (64, [10] * 16, 1024, MAX_PIECE, [1024]),
+        (65, [10] * 16, 1024, MAX_PIECE, [1024, 16]),
+        (5, [10] * 500, 1024, MAX_PIECE, [1000, 1000, 500]),
+        (2, [10] * 1500, 1024, MAX_PIECE, [1024, 476, 1024, 476]),
+        (4, [10] * 2, 1024, 40, [4, 4]),
+        (2, [10] * 4, 1024, 20, [2, 2, 2, 2]),
+        (2, [50, 1, 1], 1024, 20, [1, 2, 1, 2]),
     ],
 )
-def test_share_is_even_where_it_can_be(given_lengths: list[int], parts: int, shares: list[tuple[int, int]]) -> None:
-    assert iovec.share(array(given_lengths), parts) == shares
+def test_parts_are_as_large_as_they_can_be(
+    bases: int, lengths: list[int], max_entries: int, max_bytes: int, counts: list[int]
+) -> None:
+    made = iovec.parts(bases, array(lengths), max_entries, max_bytes)
+    assert [len(rows(bases, len(lengths), part)) for part in made] == counts
+
+
+@USUAL
+@given(
+    bases=st.lists(st.integers(0, 2**63), min_size=1, max_size=6),
+    ranges=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 5000)), min_size=1, max_size=6),
+    max_entries=st.integers(1, 12),
+)
+def test_the_iovecs_of_all_parts_are_those_of_the_whole(
+    bases: list[int], ranges: list[tuple[int, int]], max_entries: int
+) -> None:
+    offsets, lengths = (array([each[side] for each in ranges]) for side in (0, 1))
+    side = iovec.Side(np.array(bases, dtype=np.uint64), offsets)
+    pieces = [side.iovecs(lengths, part) for part in iovec.parts(len(bases), lengths, max_entries)]
+    assert np.concatenate(pieces).tolist() == side.iovecs(lengths).tolist()
 
 
 # Cursor
@@ -191,13 +243,13 @@ def compositions(total: int) -> list[list[int]]:
     return [[first, *rest] for first in range(1, total + 1) for rest in compositions(total - first)]
 
 
-def test_cursor_window_is_at_most_one_call() -> None:
+def test_cursor_window_is_all_that_is_left() -> None:
     cursor = Cursor(iovecs([(0, 1)] * 3000))
     windows = []
     while cursor.left:
         windows.append(cursor.window()[1])
         cursor.advance(1000)
-    assert windows == [1024, 1024, 1000]
+    assert windows == [3000, 2000, 1000]
 
 
 def test_cursor_skips_entries_without_bytes() -> None:

@@ -15,11 +15,12 @@ from layout_model import (
     copy_entry,
     read,
     source_bytes,
+    span_rows,
     target_bytes,
 )
 from llm_datadist.layout import plan
 from llm_datadist.layout.plan import Geometry, Window
-from llm_datadist.layout.spans import LayoutError, Runs, Spans, merge, spread
+from llm_datadist.layout.spans import LayoutError, Runs, Spans, merge
 from llm_datadist.memory import iovec
 
 CENTRAL = settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,10 +38,13 @@ def rows(runs: Runs) -> list[tuple[int, int, int]]:
     return list(zip(runs.local.tolist(), runs.remote.tolist(), runs.lengths.tolist(), strict=True))
 
 
-def span_rows(spans: Spans) -> list[tuple[int, int, int, int]]:
-    """(address, region, offset, length) of each span, as whole numbers."""
-    columns = (spans.local, spans.regions, spans.offsets, spans.lengths)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def spans_of(runs: Runs, bases: list[int], regions: list[int], starts: list[int] | None = None) -> Spans:
+    return Spans(
+        np.array(bases, dtype=np.uint64),
+        np.array(regions, dtype=np.uint64),
+        array(*(starts or [0] * len(bases))),
+        runs,
+    )
 
 
 @st.composite
@@ -176,7 +180,7 @@ def pulls(draw: st.DrawFn) -> tuple[Tensor, Tensor, int, range | None, range | N
 
 @CENTRAL
 @given(case=pulls(), gap=st.integers(0, 9), data=st.data())
-def test_spread_moves_every_selected_tensor_and_nothing_else(
+def test_spans_move_every_selected_tensor_and_nothing_else(
     case: tuple[Tensor, Tensor, int, range, range, int, int], gap: int, data: st.DataObject
 ) -> None:
     local, remote, per_layer, here, there, num_local, num_remote = case
@@ -195,9 +199,8 @@ def test_spread_moves_every_selected_tensor_and_nothing_else(
     runs = plan.contiguous(*window, size)
     targets = plan.tensor_range("local", num_local, here, per_layer, given=True)
     sources = plan.tensor_range("remote", num_remote, there, per_layer, given=True)
-    bases = np.array([base + step * n for n in range(num_local)], dtype=np.uint64)
-    ids = np.array(region_of, dtype=np.uint64)
-    spans = spread(runs, bases[targets.start : targets.stop], ids[sources.start : sources.stop])
+    bases = [base + step * n for n in range(num_local)]
+    spans = spans_of(runs, bases[targets.start : targets.stop], region_of[sources.start : sources.stop])
 
     expected = target_bytes(step * num_local)
     for source_layer, target_layer in zip(there, here, strict=True):
@@ -212,45 +215,69 @@ def test_spread_moves_every_selected_tensor_and_nothing_else(
     assert len(spans) == len(targets)
 
 
-def test_spread_goes_tensor_by_tensor() -> None:
-    runs = Runs(array(0, 64), array(128, 512), array(8, 16))
-    spans = spread(runs, np.array([1 << 20, 2**63], dtype=np.uint64), np.array([7, 2**64 - 1], dtype=np.uint64))
-    assert span_rows(spans) == [
+RUNS = st.lists(st.tuples(st.integers(0, 2**60), st.integers(0, 2**60), st.integers(1, 2**55)), min_size=1, max_size=4)
+TENSORS = st.lists(
+    st.tuples(st.integers(0, 2**63), st.integers(1, 2**64 - 1), st.integers(0, 2**60)), min_size=1, max_size=4
+)
+
+
+def columns(values: list[tuple[int, ...]]) -> list[list[int]]:
+    return [list(column) for column in zip(*values, strict=True)]
+
+
+def test_spans_go_tensor_by_tensor() -> None:
+    spans = spans_of(Runs(array(0, 64), array(128, 512), array(8, 16)), [1 << 20, 2**63], [7, 2**64 - 1], [0, 32])
+    every = [
         (1 << 20, 7, 128, 8),
         ((1 << 20) + 64, 7, 512, 16),
-        (2**63, 2**64 - 1, 128, 8),
-        (2**63 + 64, 2**64 - 1, 512, 16),
+        (2**63, 2**64 - 1, 160, 8),
+        (2**63 + 64, 2**64 - 1, 544, 16),
     ]
-    assert span_rows(spans[1:3]) == span_rows(spans)[1:3]
+    assert span_rows(spans) == every
+    assert span_rows(spans[slice(1, 2), slice(0, 2)]) == every[2:]
+    assert span_rows(spans[slice(0, 2), slice(1, 2)]) == [every[1], every[3]]
+    assert spans.here.iovecs(spans.runs.lengths).tolist() == [[address, length] for address, *_, length in every]
 
 
-def test_spread_of_nothing_is_nothing() -> None:
-    spans = spread(
-        Runs(array(), array(), array()), np.array([1, 2], dtype=np.uint64), np.array([1, 2], dtype=np.uint64)
-    )
+def test_spans_of_nothing_are_nothing() -> None:
+    spans = spans_of(Runs(array(), array(), array()), [1, 2], [1, 2])
     assert len(spans) == 0
     assert spans.total == 0
+    assert spans.runs.extent == (0, 0)
+    assert spans.cut() is spans
 
 
 @USUAL
-@given(
-    bases=st.lists(st.integers(0, 2**63), min_size=1, max_size=4),
-    runs=st.lists(
-        st.tuples(st.integers(0, 2**60), st.integers(0, 2**60), st.integers(1, 2**55)), min_size=1, max_size=4
-    ),
-)
-def test_spread_is_exact_at_64_bits(bases: list[int], runs: list[tuple[int, int, int]]) -> None:
-    locals_, remotes, lengths = (array(*column) for column in zip(*runs, strict=True))
-    regions = [n + 1 << 16 for n in range(len(bases))]
-    spans = spread(
-        Runs(locals_, remotes, lengths), np.array(bases, dtype=np.uint64), np.array(regions, dtype=np.uint64)
-    )
-    assert span_rows(spans) == [
-        (base + local, region, remote, length)
-        for base, region in zip(bases, regions, strict=True)
-        for local, remote, length in runs
+@given(tensors=TENSORS, given_runs=RUNS)
+def test_spans_are_exact_at_64_bits(tensors: list[tuple[int, ...]], given_runs: list[tuple[int, ...]]) -> None:
+    spans = spans_of(Runs(*(array(*column) for column in columns(given_runs))), *columns(tensors))
+    assert spans.total == len(tensors) * sum(length for *_, length in given_runs)
+    assert len(spans) == len(tensors) * len(given_runs)
+    assert spans.here.iovecs(spans.runs.lengths).tolist() == [
+        [base + local, length] for base, *_ in tensors for local, _, length in given_runs
     ]
-    assert spans.total == len(bases) * sum(length for _, _, length in runs)
+    assert spans.runs.extent == (
+        min(remote for _, remote, _ in given_runs),
+        max(remote + length for _, remote, length in given_runs),
+    )
+
+
+@USUAL
+@given(tensors=TENSORS, given_runs=RUNS, max_entries=st.integers(1, 20))
+def test_the_parts_of_spans_are_all_of_them_in_order(
+    tensors: list[tuple[int, ...]], given_runs: list[tuple[int, ...]], max_entries: int
+) -> None:
+    spans = spans_of(Runs(*(array(*column) for column in columns(given_runs))), *columns(tensors))
+    parts = [spans[part] for part in iovec.parts(len(tensors), spans.runs.lengths, max_entries, 2**62)]
+    assert [row for part in parts for row in span_rows(part)] == span_rows(spans)
+    assert all(len(part) <= max_entries for part in parts)
+    assert sum(part.total for part in parts) == spans.total
+
+
+def test_a_single_span() -> None:
+    spans = Spans.single(2**64 - 64, 2**64 - 1, 64)
+    assert span_rows(spans) == [(2**64 - 64, 2**64 - 1, 0, 64)]
+    assert (len(spans), spans.total, spans.runs.extent) == (1, 64, (0, 64))
 
 
 # Merging
@@ -309,14 +336,13 @@ def test_merge_sums_lengths_beyond_4_gib() -> None:
         max_size=6,
     ),
     address=st.integers(0, 2**63),
+    tensors=st.integers(1, 3),
 )
-def test_cut_keeps_every_byte_in_order(lengths: list[int], address: int) -> None:
-    spans = Spans(
-        local=np.array([address + (n << 40) for n in range(len(lengths))], dtype=np.uint64),
-        regions=np.array([n + 1 << 16 for n in range(len(lengths))], dtype=np.uint64),
-        offsets=array(*(n << 41 for n in range(len(lengths)))),
-        lengths=array(*lengths),
-    )
+def test_cut_keeps_every_byte_in_order(lengths: list[int], address: int, tensors: int) -> None:
+    count = len(lengths)
+    runs = Runs(array(*(n << 40 for n in range(count))), array(*(n << 41 for n in range(count))), array(*lengths))
+    bases, starts = [address + (n << 45) for n in range(tensors)], [n << 50 for n in range(tensors)]
+    spans = spans_of(runs, bases, [n + 1 << 16 for n in range(tensors)], starts)
     pieces = span_rows(spans.cut())
     assert all(0 < length <= iovec.MAX_PIECE for *_, length in pieces)
     left = iter(pieces)
@@ -331,18 +357,13 @@ def test_cut_keeps_every_byte_in_order(lengths: list[int], address: int) -> None
 
 
 def test_cut_makes_no_more_pieces_than_needed() -> None:
-    spans = Spans(
-        np.array([0, 1 << 40], dtype=np.uint64),
-        np.array([1, 2], dtype=np.uint64),
-        array(5, 6),
-        array((4 << 30) + 8192, 7),
-    )
+    spans = spans_of(Runs(array(0, 1 << 40), array(5, 6), array((4 << 30) + 8192, 7)), [1 << 20, 1 << 50], [1, 2])
     pieces = spans.cut()
-    assert len(pieces) == 65 + 1
-    assert pieces.lengths.tolist()[-2:] == [8192, 7]
-    assert pieces.total == spans.total == (4 << 30) + 8199
+    assert len(pieces) == 2 * (65 + 1)
+    assert pieces.runs.lengths.tolist()[-2:] == [8192, 7]
+    assert pieces.total == spans.total == 2 * ((4 << 30) + 8199)
 
 
 def test_cut_leaves_short_spans_alone() -> None:
-    spans = Spans(np.array([0], dtype=np.uint64), np.array([1], dtype=np.uint64), array(0), array(iovec.MAX_PIECE))
+    spans = spans_of(Runs(array(0), array(0), array(iovec.MAX_PIECE)), [0], [1])
     assert spans.cut() is spans

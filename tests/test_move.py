@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist.memory import iovec, move, syscalls
-from llm_datadist.memory.iovec import MAX_PIECE
+from llm_datadist.memory.iovec import MAX_PIECE, Side
 from llm_datadist.memory.move import MemoryFaultError
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class Memory:
 
     def addresses(self, offsets: list[int]) -> U64:
         return np.array([self.base + at for at in offsets], dtype=np.uint64)
+
+    def side(self, bases: list[int], offsets: list[int]) -> Side:
+        """Ranges that start at ``offsets`` after every base, which is an offset itself."""
+        return Side(self.addresses(bases), lengths(*offsets))
 
 
 def lengths(*values: int) -> I64:
@@ -100,13 +104,11 @@ def check(
     assert theirs.bytes.tobytes() == source
 
 
-def move_with(
-    kernel: ShortKernel, spans: list[tuple[int, int, int]], looks: list[None] | None = None
-) -> Callable[[Memory, Memory], None]:
+def move_with(kernel: move.VmCall, spans: list[tuple[int, int, int]]) -> Callable[[Memory, Memory], None]:
     def run(ours: Memory, theirs: Memory) -> None:
         local = ours.iovecs([(to, length) for to, _, length in spans])
         remote = theirs.iovecs([(from_, length) for _, from_, length in spans])
-        move.move(kernel, PID, local, remote, lambda: (looks if looks is not None else []).append(None))
+        move.move(kernel, PID, local, remote)
 
     return run
 
@@ -141,40 +143,18 @@ def test_short_counts_of_any_size(pieces: list[tuple[int, int, int]], counts: li
     check(spans, 120, move_with(ShortKernel(iter(counts)), spans))
 
 
-def test_many_entries_go_in_several_calls_with_a_look_before_each() -> None:
-    spans = [(2 * n, 3 * n, 2) for n in range(2500)]
-    looks: list[None] = []
+def test_a_call_that_moves_everything_is_the_only_one() -> None:
+    spans = [(2 * n, 3 * n, 2) for n in range(1024)]
     kernel = ShortKernel(iter([]))
-    check(spans, 7600, move_with(kernel, spans, looks))
-    assert [count for count, _ in kernel.calls] == [1024, 1024, 452]
-    assert len(looks) == 3
+    check(spans, 3200, move_with(kernel, spans))
+    assert kernel.calls == [(1024, 2048)]
 
 
-def test_a_short_count_in_a_later_batch() -> None:
-    spans = [(2 * n, 3 * n, 2) for n in range(1100)]
-    kernel = ShortKernel(iter([2048, 1, 5, 3]))
-    check(spans, 3400, move_with(kernel, spans))
-    assert [moved for _, moved in kernel.calls] == [2048, 1, 5, 3, 152 - 9]
-
-
-def test_a_checkpoint_that_raises_stops_before_the_next_batch() -> None:
-    class StopError(Exception):
-        pass
-
-    looks = iter([None, StopError()])
-
-    def look() -> None:
-        if (error := next(looks)) is not None:
-            raise error
-
-    ours, theirs = Memory(b"\xff" * 4000), Memory(bytes(4000))
-    spans = [(2 * n, 1) for n in range(1500)]
-    kernel = ShortKernel(iter([]))
-    with pytest.raises(StopError):
-        move.move(kernel, PID, ours.iovecs(spans), theirs.iovecs(spans), look)
-    assert [count for count, _ in kernel.calls] == [1024]
-    assert (ours.bytes[: 2 * 1024 : 2] == 0).all()
-    assert (ours.bytes[2 * 1024 :] == 255).all()
+def test_short_counts_among_as_many_entries_as_a_call_takes() -> None:
+    spans = [(2 * n, 3 * n, 2) for n in range(1024)]
+    kernel = ShortKernel(iter([2000, 1, 5, 3]))
+    check(spans, 3200, move_with(kernel, spans))
+    assert [moved for _, moved in kernel.calls] == [2000, 1, 5, 3, 2048 - 2009]
 
 
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.ENOMEM])
@@ -184,7 +164,7 @@ def test_a_fault_is_a_fault_at_any_point(code: int, counts: list[int]) -> None:
     kernel = ShortKernel(iter(counts), OSError(code, "injected"))
     local, remote = ours.iovecs([(a, n) for a, _, n in SPANS]), theirs.iovecs([(b, n) for _, b, n in SPANS])
     with pytest.raises(MemoryFaultError, match="registered memory must stay mapped") as caught:
-        move.move(kernel, PID, local, remote, lambda: None)
+        move.move(kernel, PID, local, remote)
     assert isinstance(caught.value.__cause__, OSError)
     # The text names the entry at which it stopped, on both sides.
     done = sum(counts)
@@ -217,16 +197,16 @@ def test_no_progress_is_a_fault_not_an_endless_loop(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("call", [syscalls.process_vm_readv, syscalls.process_vm_writev])
-def test_the_kernel_moves_more_entries_than_one_call_takes(call: move.VmCall) -> None:
+def test_the_kernel_moves_as_many_entries_as_one_call_takes(call: move.VmCall) -> None:
     writing = call is syscalls.process_vm_writev
-    spans = [(3 * n, 4 * n, 3) for n in range(3000)]
+    spans = [(3 * n, 4 * n, 3) for n in range(1024)]
 
     def run(ours: Memory, theirs: Memory) -> None:
         target, source = ours.iovecs([(a, n) for a, _, n in spans]), theirs.iovecs([(b, n) for _, b, n in spans])
         local, remote = (source, target) if writing else (target, source)
-        move.move(call, PID, local, remote, lambda: None)
+        move.move(call, PID, local, remote)
 
-    check(spans, 12_000, run)
+    check(spans, 4200, run)
 
 
 class Guarded:
@@ -266,14 +246,14 @@ def test_memory_without_access_raises(guarded: Guarded, call: move.VmCall, remot
     fine = good.iovecs([(0, PAGE), (PAGE, before + PAGE)])
     local, remote = (fine, bad) if remote_is_bad else (bad, fine)
     with pytest.raises(MemoryFaultError):
-        move.move(call, PID, local, remote, lambda: None)
+        move.move(call, PID, local, remote)
 
 
 @pytest.mark.parametrize("address", NOT_MAPPED)
 @pytest.mark.parametrize("destination_is_bad", [True, False])
 def test_copy_to_or_from_nowhere_raises(address: int, destination_is_bad: bool) -> None:
     good = Memory(b"g" * 64)
-    sides = [np.array([address], dtype=np.uint64), good.addresses([0])]
+    sides = [Side(np.array([address], dtype=np.uint64), lengths(0)), good.side([0], [0])]
     with pytest.raises(MemoryFaultError):
         move.copy(*(sides if destination_is_bad else sides[::-1]), lengths(8))
     assert good.bytes.tobytes() == b"g" * 64
@@ -281,35 +261,35 @@ def test_copy_to_or_from_nowhere_raises(address: int, destination_is_bad: bool) 
 
 def test_copy_into_memory_that_is_only_readable_raises() -> None:
     constant = ctypes.create_string_buffer(b"keep", 4)
+    source = ctypes.addressof(constant)
     with mmap.mmap(-1, PAGE, prot=mmap.PROT_READ) as mapped:
         at = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         with pytest.raises(MemoryFaultError):
-            move.copy(
-                np.array([at], dtype=np.uint64), np.array([ctypes.addressof(constant)], dtype=np.uint64), lengths(4)
-            )
+            move.copy(*(Side(np.array([base], dtype=np.uint64), lengths(0)) for base in (at, source)), lengths(4))
         assert mapped[:4] == bytes(4)
 
 
 def test_a_process_that_does_not_exist_is_an_os_error() -> None:
     with pytest.raises(ProcessLookupError):
-        move.move(
-            syscalls.process_vm_readv, 2**22 + 1, *(Memory(bytes(8)).iovecs([(0, 8)]) for _ in range(2)), lambda: None
-        )
+        move.move(syscalls.process_vm_readv, 2**22 + 1, *(Memory(bytes(8)).iovecs([(0, 8)]) for _ in range(2)))
 
 
 # copy
 
 
-COPIES = [(0, 100, 7), (9, 3, 0), (9, 50, 1), (30, 0, 30)]
+RANGES = [(0, 100, 7), (9, 3, 0), (9, 50, 1), (30, 0, 30)]
+BASES = [(0, 0), (200, 128), (64, 256)]
+COPIES = [(to + here, from_ + there, size) for here, there in BASES for to, from_, size in RANGES]
 
 
 def copy_all(ours: Memory, theirs: Memory) -> None:
-    to, from_, size = zip(*COPIES, strict=True)
-    move.copy(ours.addresses(list(to)), theirs.addresses(list(from_)), lengths(*size))
+    to, from_, size = zip(*RANGES, strict=True)
+    here, there = zip(*BASES, strict=True)
+    move.copy(ours.side(list(here), list(to)), theirs.side(list(there), list(from_)), lengths(*size))
 
 
 def test_copy_by_the_kernel() -> None:
-    check(COPIES, 128, copy_all)
+    check(COPIES, 400, copy_all)
 
 
 @pytest.mark.parametrize("code", sorted(move.DENIED))
@@ -319,7 +299,7 @@ def test_copy_by_memmove_where_the_kernel_may_not(
 ) -> None:
     kernel = ShortKernel(iter(counts), OSError(code, "injected"))
     monkeypatch.setattr(syscalls, "process_vm_readv", kernel)
-    check(COPIES, 128, copy_all)
+    check(COPIES, 400, copy_all)
     assert len(kernel.calls) == len(counts)
 
 
@@ -330,10 +310,72 @@ def test_denied_is_what_sandboxes_answer(code: int) -> None:
 
 def test_copy_does_not_hide_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "process_vm_readv", ShortKernel(iter([]), OSError(errno.EIO, "injected")))
-    ours = Memory(b"\xff" * 128)
+    ours = Memory(b"\xff" * 400)
     with pytest.raises(OSError, match="injected"):
-        copy_all(ours, Memory(bytes(128)))
-    assert ours.bytes.tobytes() == b"\xff" * 128
+        copy_all(ours, Memory(bytes(400)))
+    assert ours.bytes.tobytes() == b"\xff" * 400
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 60)), min_size=1, max_size=8),
+    sources=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    denied=st.booleans(),
+)
+def test_copy_moves_the_same_ranges_after_every_base(
+    ranges: list[tuple[int, int, int]], sources: list[int], denied: bool
+) -> None:
+    offsets, at = [], 0
+    for length, gap, _ in ranges:
+        offsets.append(at + gap)
+        at += gap + length
+    targets = [at * n for n in range(len(sources))]
+    spans = [
+        (target + to, source + from_, length)
+        for target, source in zip(targets, sources, strict=True)
+        for to, (length, _, from_) in zip(offsets, ranges, strict=True)
+    ]
+
+    def run(ours: Memory, theirs: Memory) -> None:
+        sides = ours.side(targets, offsets), theirs.side(sources, [from_ for *_, from_ in ranges])
+        with pytest.MonkeyPatch.context() as patch:
+            if denied:
+                kernel = ShortKernel(iter([]), OSError(errno.EPERM, "injected"))
+                patch.setattr(syscalls, "process_vm_readv", kernel)
+            move.copy(*sides, lengths(*(length for length, *_ in ranges)))
+
+    check(spans, 140 + at * len(sources), run)
+
+
+def test_copy_of_more_than_a_call_takes_looks_before_each() -> None:
+    looks: list[None] = []
+    spans = [(2000 * base + 2 * n, 5 * n, 2) for base in range(5) for n in range(500)]
+
+    def run(ours: Memory, theirs: Memory) -> None:
+        target = ours.side([2000 * base for base in range(5)], [2 * n for n in range(500)])
+        source = theirs.side([0] * 5, [5 * n for n in range(500)])
+        move.copy(target, source, lengths(*[2] * 500), lambda: looks.append(None))
+
+    check(spans, 10_000, run)
+    assert len(looks) == 3  # two bases fit one call
+
+
+def test_a_checkpoint_that_raises_stops_before_the_next_call() -> None:
+    class StopError(Exception):
+        pass
+
+    looks = iter([None, StopError()])
+
+    def look() -> None:
+        if (error := next(looks)) is not None:
+            raise error
+
+    ours, theirs = Memory(b"\xff" * 4000), Memory(bytes(4000))
+    offsets = [2 * n for n in range(1500)]
+    with pytest.raises(StopError):
+        move.copy(ours.side([0], offsets), theirs.side([0], offsets), lengths(*[1] * 1500), look)
+    assert (ours.bytes[: 2 * 1024 : 2] == 0).all()
+    assert (ours.bytes[2 * 1024 :] == 255).all()
 
 
 @pytest.mark.parametrize("denied", [False, True])
@@ -347,7 +389,7 @@ def test_copy_of_a_span_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch, den
             source[at] = 1 + at % 250
         source[size] = 77
         at_source, at_target = (np.frombuffer(each, dtype=np.uint8).ctypes.data for each in (source, target))
-        ends = (np.array([at], dtype=np.uint64) for at in (at_target, at_source))
+        ends = (Side(np.array([at], dtype=np.uint64), lengths(0)) for at in (at_target, at_source))
         move.copy(*ends, lengths(size), lambda: looks.append(None))
         assert [target[at] for at in (0, MAX_PIECE - 1, MAX_PIECE, size - 1, size)] == [
             *(1 + at % 250 for at in (0, MAX_PIECE - 1, MAX_PIECE, size - 1)),
@@ -362,5 +404,55 @@ def test_copy_stops_when_the_checkpoint_raises() -> None:
 
     ours = Memory(b"\xff" * 8)
     with pytest.raises(TimeoutError):
-        move.copy(ours.addresses([0]), Memory(bytes(8)).addresses([0]), lengths(8), look)
+        move.copy(ours.side([0], [0]), Memory(bytes(8)).side([0], [0]), lengths(8), look)
     assert ours.bytes.tobytes() == b"\xff" * 8
+
+
+# scatter and mapped
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=8), part=st.floats(0.01, 1)
+)
+def test_scatter_fills_the_first_ranges_and_no_byte_more(ranges: list[tuple[int, int]], part: float) -> None:
+    spans, at = [], 0
+    for length, gap in ranges:
+        spans.append((at + gap, length))
+        at += gap + length
+    data = bytes(range(1, 1 + sum(length for _, length in spans)))
+    data = data[: max(1, int(part * len(data)))]
+    if not data:
+        return
+    memory, expected = Memory(b"\xff" * 128), bytearray(b"\xff" * 128)
+    order = iter(data)
+    for start, length in spans:
+        for byte, value in zip(range(length), order, strict=False):
+            expected[start + byte] = value
+    move.scatter(memoryview(data), memory.iovecs(spans))
+    assert memory.bytes.tobytes() == bytes(expected)
+
+
+def test_scatter_into_nowhere_raises() -> None:
+    memory = np.array([[4096, 8]], dtype=np.uint64)
+    with pytest.raises(MemoryFaultError):
+        move.scatter(memoryview(b"12345678"), memory)
+
+
+def test_mapped_tells_memory_that_can_be_read(guarded: Guarded) -> None:
+    good = [guarded.base, guarded.base + 2 * PAGE - 1, guarded.base + 3 * PAGE]
+    assert move.mapped([])
+    assert move.mapped(good)
+    assert move.mapped(good * 1000)
+    for bad in (*NOT_MAPPED, guarded.hole, guarded.hole + PAGE - 1):
+        assert not move.mapped([bad])
+        assert not move.mapped([*good * 1000, bad])
+        assert not move.mapped([*good[:1] * 1023, bad, *good])
+
+
+@pytest.mark.parametrize("code", sorted(move.DENIED))
+def test_mapped_gives_the_benefit_of_the_doubt_where_it_may_not_look(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(syscalls, "process_vm_readv", ShortKernel(iter([]), OSError(code, "injected")))
+    assert move.mapped([4096])

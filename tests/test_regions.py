@@ -25,8 +25,6 @@ from llm_datadist.memory.regions import (
     RegionTable,
     RegionView,
     UnknownRegionError,
-    check_spans,
-    distinct,
 )
 from llm_datadist.utils.deadline import Deadline
 
@@ -48,6 +46,29 @@ def u64(*values: int) -> U64:
 
 def i64(*values: int) -> I64:
     return np.array(values, dtype=np.int64)
+
+
+def span(view: RegionView, region: int, offset: int, length: int) -> int:
+    """Where these bytes of one region are; both ways to ask must agree."""
+    extent = offset, offset + length
+    quick = view.base(region, 0, extent) + offset
+    assert int(view.bases(u64(region), i64(0), extent)[0]) + offset == quick
+    return quick
+
+
+def expect_both(
+    error: type[RegionError],
+    view: RegionView,
+    region: int,
+    start: int,
+    extent: tuple[int, int],
+    text: str | None = None,
+) -> None:
+    """Both ways to ask for a region raise exactly this."""
+    for call in (lambda: view.base(region, start, extent), lambda: view.bases(u64(region), i64(start), extent)):
+        with pytest.raises(error, match=text) as caught:
+            call()
+        assert type(caught.value) is error
 
 
 @pytest.fixture
@@ -85,9 +106,8 @@ def test_the_same_memory_twice_is_two_regions(table: RegionTable, view: RegionVi
     first, second = table.add(0x1000, 16), table.add(0x1000, 16)
     assert first != second
     table.remove([first])
-    assert view.addresses(u64(second), i64(4), i64(12)).tolist() == [0x1004]
-    with pytest.raises(UnknownRegionError):
-        view.addresses(u64(first), i64(4), i64(12))
+    assert span(view, second, 4, 12) == 0x1004
+    expect_both(UnknownRegionError, view, first, 4, (0, 12))
 
 
 def test_the_old_id_of_a_slot_stays_dead(table: RegionTable, view: RegionView) -> None:
@@ -99,8 +119,9 @@ def test_the_old_id_of_a_slot_stays_dead(table: RegionTable, view: RegionView) -
     assert view.still_live(u64(new))
     assert not view.still_live(u64(new, old))
     with pytest.raises(UnknownRegionError, match=f"region {old:#x} is not registered"):
-        view.addresses(u64(new, old), i64(0, 0), i64(1, 1))
-    with pytest.raises(UnknownRegionError), table.lease(u64(old)):
+        view.bases(u64(new, old), i64(0, 0), (0, 1))
+    expect_both(UnknownRegionError, view, old, 0, (0, 1), f"region {old:#x} is not registered")
+    with pytest.raises(UnknownRegionError), table.lease([old]):
         pass
 
 
@@ -108,9 +129,8 @@ def test_the_old_id_of_a_slot_stays_dead(table: RegionTable, view: RegionView) -
 def test_ids_that_were_never_given(table: RegionTable, view: RegionView, nobody: int) -> None:
     table.remove([nobody])
     assert view.still_live(u64(table.probe_region))
-    with pytest.raises(UnknownRegionError):
-        view.addresses(u64(nobody), i64(0), i64(0))
-    with pytest.raises(UnknownRegionError), table.lease(u64(nobody)):
+    expect_both(UnknownRegionError, view, nobody, 0, (0, 0))
+    with pytest.raises(UnknownRegionError), table.lease([table.probe_region, nobody]):
         pass
 
 
@@ -120,7 +140,7 @@ def test_the_table_is_full_once_and_usable_afterwards(table: RegionTable, view: 
     for _ in range(2):
         with pytest.raises(RegionError, match=f"all {CAPACITY - 1} region slots .* unregister caches first"):
             table.add(0x1000, 16)
-    assert int(view.addresses(u64(added[-1]), i64(1), i64(1))[0]) == ((CAPACITY - 3) << 12) + 1
+    assert span(view, added[-1], 1, 1) == ((CAPACITY - 3) << 12) + 1
     table.remove([added[5], added[7]])
     for _ in range(2):
         assert table.add(0x1000, 16) not in added
@@ -135,7 +155,7 @@ def test_only_changes_that_make_earlier_knowledge_wrong_move_the_epoch(table: Re
     before = table.epoch
     assert before >= 1  # 0 means "do not check"
     region = table.add(0x1000, 16)
-    with table.lease(u64(region)):
+    with table.lease([region]):
         assert table.epoch == view.epoch == before
     table.remove([region])
     assert table.epoch == view.epoch == before + 1
@@ -147,69 +167,106 @@ def test_only_changes_that_make_earlier_knowledge_wrong_move_the_epoch(table: Re
 
 
 @pytest.mark.parametrize(
-    ("offset", "length"),
-    [(0, 101), (100, 1), (101, 0), (-1, 1), (0, -1), (1, 100), (50, 2**63 - 1), (2**63 - 1, 1), (-(2**63), 0)],
+    ("start", "low", "high"),
+    [
+        (0, 0, 101),
+        (100, 0, 1),
+        (100, 1, 2),
+        (101, 0, 0),
+        (-1, 0, 1),
+        (0, -1, 1),
+        (1, 0, 100),
+        (50, 0, 2**63 - 1),
+        (2**63 - 1, 0, 1),
+        (-(2**63), 0, 0),
+        (1, 2**63 - 1, 2**63 - 1),
+    ],
 )
-def test_spans_outside_their_region(table: RegionTable, view: RegionView, offset: int, length: int) -> None:
+def test_bytes_outside_their_region(table: RegionTable, view: RegionView, start: int, low: int, high: int) -> None:
     region = table.add(0x1000, 100)
-    spans = u64(region, region), i64(0, offset), i64(100, length)
-    with pytest.raises(
-        RegionError, match=rf"span 1 \(offset {offset}, length {length}\) .* region of 100 bytes"
-    ) as caught:
-        view.addresses(*spans)
-    assert type(caught.value) is RegionError
-    with pytest.raises(RegionError):
-        RegionView(table.rows).addresses(*spans)
+    text = rf"bytes \[{start + low}, {start + high}\) reach outside their region of 100 bytes"
+    for seen in (view, RegionView(table.rows)):
+        expect_both(RegionError, seen, region, start, (low, high), text)
+
+
+def test_the_tensor_that_does_not_fit_is_named(table: RegionTable, view: RegionView) -> None:
+    large, small = table.add(0x1000, 100), table.add(0x2000, 60)
+    assert view.bases(u64(large, small), i64(40, 0), (0, 60)).tolist() == [0x1028, 0x2000]
+    with pytest.raises(RegionError, match=r"bytes \[0, 61\) reach outside their region of 60 bytes"):
+        view.bases(u64(large, small, large), i64(0, 0, 39), (0, 61))
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     base=st.integers(0, 2**62),
     size=st.integers(0, 2**62),
-    offsets=st.lists(
-        st.tuples(
-            st.one_of(st.integers(-3, 20), st.integers(-(2**63), 2**63 - 1)),
-            st.one_of(st.integers(-3, 20), st.integers(-(2**63), 2**63 - 1)),
-        ),
+    starts=st.lists(
+        st.one_of(st.integers(-3, 20), st.integers(-(2**62), 2**62)),
         min_size=1,
         max_size=5,
     ),
+    extent=st.tuples(
+        st.one_of(st.integers(-3, 20), st.integers(-(2**62), 2**62)),
+        st.one_of(st.integers(0, 20), st.integers(0, 2**62)),
+    ),
     tight=st.booleans(),
 )
-def test_bounds_are_those_of_whole_numbers(base: int, size: int, offsets: list[tuple[int, int]], tight: bool) -> None:
-    if tight:  # spans around the end of the region
-        offsets = [(max(0, size - offset % 20), length % 20) for offset, length in offsets]
-    rows = np.array([(9, base, size, 1)] * len(offsets), dtype=np.uint64)
-    spans = u64(*[9] * len(offsets)), i64(*(offset for offset, _ in offsets)), i64(*(length for _, length in offsets))
-    if all(offset >= 0 and length >= 0 and offset + length <= size for offset, length in offsets):
-        assert check_spans(rows, *spans).tolist() == [base + offset for offset, _ in offsets]
+def test_bounds_are_those_of_whole_numbers(
+    base: int, size: int, starts: list[int], extent: tuple[int, int], tight: bool
+) -> None:
+    low, high = extent[0], extent[0] + extent[1]
+    if tight:  # around the end of the region
+        low, high = abs(low) % 20, abs(low) % 20 + extent[1] % 20
+        starts = [max(0, size - start % 40) for start in starts]
+    rows = np.zeros((16, 4), dtype=np.uint64)
+    rows[9] = (1 << 16 | 9, base, size, 1)
+    view, region = RegionView(rows), 1 << 16 | 9
+    good = [start >= 0 and low >= 0 and start <= size and start + high <= size for start in starts]
+    if all(good):
+        assert view.bases(u64(*[region] * len(starts)), i64(*starts), (low, high)).tolist() == [
+            base + at for at in starts
+        ]
     else:
         with pytest.raises(RegionError):
-            check_spans(rows, *spans)
+            view.bases(u64(*[region] * len(starts)), i64(*starts), (low, high))
+    for start, fits in zip(starts, good, strict=True):
+        if fits:
+            assert view.base(region, start, (low, high)) == base + start
+        else:
+            with pytest.raises(RegionError):
+                view.base(region, start, (low, high))
 
 
 def test_region_that_is_not_for_peers() -> None:
     """It may be held by this process, but no span of a peer may name it, nor an address."""
     table = RegionTable()
     region = table.add(4096, 100, reachable=False)
-    with table.lease(u64(region)), pytest.raises(RegionError, match="not remote accessible"):
-        RegionView(table.rows).addresses(u64(region), i64(0), i64(1))
+    view = RegionView(table.rows)
+    with table.lease([region]):
+        expect_both(RegionError, view, region, 0, (0, 1), "not remote accessible")
+        with pytest.raises(RegionError, match="not remote accessible"):
+            view.find(region)
+        with pytest.raises(RegionError, match="not remote accessible"):
+            view.bases(u64(table.probe_region, region), i64(0, 0), (0, 1))
     assert table.find(4096, 1) is None
     table.close()
 
 
-def test_many_spans_in_several_regions(table: RegionTable, view: RegionView) -> None:
+def test_many_tensors(table: RegionTable, view: RegionView) -> None:
     bases = [2**40 + n * 2**33 for n in range(50)]
     ids = [table.add(base, 2**33) for base in bases]
-    offsets = [2**32 + 8 * n for n in range(50)]
-    assert view.addresses(u64(*ids), i64(*offsets), i64(*[4096] * 50)).tolist() == [
-        base + offset for base, offset in zip(bases, offsets, strict=True)
+    starts = [2**32 + 8 * n for n in range(50)]
+    assert view.bases(u64(*ids), i64(*starts), (0, 4096)).tolist() == [
+        base + start for base, start in zip(bases, starts, strict=True)
     ]
+    assert [view.find(region) for region in ids] == [(base, 2**33) for base in bases]
+    assert view.edges(ids) == [edge for base in bases for edge in (base, base + 2**33 - 1)]
 
 
-def test_no_spans(view: RegionView) -> None:
-    assert len(view.addresses(u64(), i64(), i64())) == 0
+def test_no_tensors(view: RegionView) -> None:
+    assert len(view.bases(u64(), i64(), (0, 0))) == 0
     assert view.still_live(u64())
+    assert view.edges([]) == []
 
 
 # find
@@ -257,7 +314,7 @@ def test_find_needs_one_region_for_all_and_a_live_one(table: RegionTable) -> Non
 def test_wait_unused_waits_for_the_last_lease(table: RegionTable) -> None:
     used, idle = table.add(0x1000, 16), table.add(0x2000, 16)
     assert table.wait_unused([used, idle], Deadline.after(0))
-    with table.lease(u64(used, used)), table.lease(u64(used)):
+    with table.lease([used, used]), table.lease([used]):
         assert not table.wait_unused([used], Deadline.after(0))
         assert not table.wait_unused([idle, used], Deadline.after(0.01))
         assert table.wait_unused([idle], Deadline.after(WAIT_S))
@@ -271,7 +328,7 @@ def test_wait_unused_wakes_when_the_lease_ends(table: RegionTable) -> None:
     held, let_go = threading.Event(), threading.Event()
 
     def use() -> None:
-        with table.lease(u64(region)):
+        with table.lease([region]):
             held.set()
             let_go.wait(WAIT_S)
 
@@ -289,7 +346,7 @@ def test_wait_unused_wakes_when_the_lease_ends(table: RegionTable) -> None:
 
 def test_a_lease_ends_with_an_error_too(table: RegionTable) -> None:
     region = table.add(0x1000, 16)
-    with pytest.raises(KeyError), table.lease(u64(region)):
+    with pytest.raises(KeyError), table.lease([region]):
         raise KeyError
     assert table.wait_unused([region], Deadline.after(0))
 
@@ -297,23 +354,16 @@ def test_a_lease_ends_with_an_error_too(table: RegionTable) -> None:
 def test_a_lease_of_a_dead_region_holds_none_of_the_others(table: RegionTable) -> None:
     live, dead = table.add(0x1000, 16), table.add(0x2000, 16)
     table.remove([dead])
-    with pytest.raises(UnknownRegionError, match=f"{dead:#x}"), table.lease(u64(live, dead)):
+    with pytest.raises(UnknownRegionError, match=f"{dead:#x}"), table.lease([live, dead]):
         pass
     assert table.wait_unused([live], Deadline.after(0))
-
-
-@settings(max_examples=100, deadline=None)
-@given(ids=st.lists(st.sampled_from([3, 7, 2**64 - 1]), max_size=9))
-def test_distinct_names_each_stretch_once(ids: list[int]) -> None:
-    stretches = [each for n, each in enumerate(ids) if n == 0 or ids[n - 1] != each]
-    assert distinct(u64(*ids)).tolist() == stretches
 
 
 # The probe, and views
 
 
 def test_the_nonce_is_what_the_probe_region_holds(table: RegionTable, view: RegionView) -> None:
-    (address,) = view.addresses(u64(table.probe_region), i64(0), i64(NONCE_BYTES)).tolist()
+    address = span(view, table.probe_region, 0, NONCE_BYTES)
     assert ctypes.string_at(address, NONCE_BYTES) == table.nonce
     other = RegionTable()
     assert other.nonce != table.nonce
@@ -333,11 +383,10 @@ def test_a_view_sees_changes_at_once_and_cannot_make_any(table: RegionTable, vie
 def test_another_process_sees_the_table(table: RegionTable) -> None:
     region = table.add(0x1000, 16)
     code = (
-        "import sys, numpy as np\n"
+        "import sys\n"
         "from llm_datadist.memory.regions import RegionView\n"
         "view = RegionView.of_file(sys.argv[1])\n"
-        "at = view.addresses(np.array([int(sys.argv[2])], dtype=np.uint64), np.array([8]), np.array([8]))\n"
-        "print(view.alive, view.epoch, hex(int(at[0])))\n"
+        "print(view.alive, view.epoch, hex(view.base(int(sys.argv[2]), 8, (0, 8))))\n"
     )
     argv = [sys.executable, "-c", code, f"/proc/{os.getpid()}/fd/{table.fd}", str(region)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
@@ -352,9 +401,8 @@ def test_close_is_the_end_for_everybody(table: RegionTable, view: RegionView) ->
     assert not view.alive
     assert not same_process.alive
     assert not view.still_live(u64(region))
-    with pytest.raises(UnknownRegionError):
-        view.addresses(u64(region), i64(0), i64(1))
-    with pytest.raises(UnknownRegionError), table.lease(u64(region)):
+    expect_both(UnknownRegionError, view, region, 0, (0, 1))
+    with pytest.raises(UnknownRegionError), table.lease([region]):
         pass
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -367,8 +415,7 @@ def test_close_of_a_view_is_idempotent_and_nothing_is_live_in_it(table: RegionTa
     seen.close()
     assert not seen.alive
     assert not seen.still_live(u64(region))
-    with pytest.raises(UnknownRegionError):
-        seen.addresses(u64(region), i64(0), i64(1))
+    expect_both(UnknownRegionError, seen, region, 0, (0, 1))
 
 
 def test_a_view_outlives_the_descriptor_it_came_from(table: RegionTable, view: RegionView) -> None:
@@ -404,7 +451,7 @@ def test_threads_add_and_remove_at_the_same_time(table: RegionTable) -> None:
         for _ in range(300):
             mine = [table.add(0x1000, 16) for _ in range(3)]
             seen.extend(mine)
-            with table.lease(u64(*mine)):
+            with table.lease(mine):
                 pass
             table.remove(mine)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from typing import Any
 
@@ -192,7 +193,8 @@ def test_greeting_of_any_bytes(raw: bytes) -> None:
 requests = st.builds(
     Request,
     op=st.sampled_from(Op),
-    spans=st.integers(1, MAX_SPANS),
+    tensors=st.integers(1, 90),
+    runs=st.integers(1, 90),
     epoch=st.integers(0, U64_MAX),
     total=st.integers(0, I64_MAX),
     timeout_ms=st.integers(0, U32_MAX),
@@ -203,17 +205,25 @@ requests = st.builds(
 @given(request=requests)
 def test_request_round_trip(request: Request) -> None:
     assert len(request.encode()) == data.REQUEST_BYTES
+    for raw in (request.encode(), bytearray(request.encode()), memoryview(request.encode())):
+        assert Request.decode(raw) == request
+    assert request.spans == request.tensors * request.runs
+
+
+@pytest.mark.parametrize(("tensors", "runs"), [(1, MAX_SPANS), (MAX_SPANS, 1), (64, MAX_SPANS // 64)])
+def test_the_largest_requests(tensors: int, runs: int) -> None:
+    request = Request(Op.WRITE, tensors, runs, 0, 8, 5)
     assert Request.decode(request.encode()) == request
-    assert Request.decode(bytearray(request.encode())) == request
+    assert (request.spans, request.table_bytes) == (MAX_SPANS, 16 * (tensors + runs))
 
 
 def request_bytes(**changes: int) -> bytes:
-    fields = {"magic": 0x4C4C4451, "op": 1, "pad": 0, "spans": 1, "timeout": 5, "epoch": 3, "total": 8} | changes
+    fields = {"magic": 0x4C4C4451, "op": 1, "tensors": 2, "runs": 7, "timeout": 5, "epoch": 3, "total": 8} | changes
     return struct.pack("<IHHIIQQ", *fields.values())
 
 
 def test_the_bytes_of_a_request_are_these() -> None:
-    assert Request(Op.READ, 1, 3, 8, 5).encode() == request_bytes()
+    assert Request(Op.READ, 2, 7, 3, 8, 5).encode() == request_bytes()
 
 
 @pytest.mark.parametrize(
@@ -226,9 +236,13 @@ def test_the_bytes_of_a_request_are_these() -> None:
         request_bytes(op=0),
         request_bytes(op=3),
         request_bytes(op=65535),
-        request_bytes(spans=0),
-        request_bytes(spans=MAX_SPANS + 1),
-        request_bytes(spans=U32_MAX),
+        request_bytes(tensors=0),
+        request_bytes(runs=0),
+        request_bytes(tensors=1, runs=MAX_SPANS + 1),
+        request_bytes(tensors=MAX_SPANS + 1, runs=1),
+        request_bytes(tensors=3, runs=MAX_SPANS // 3 + 1),
+        request_bytes(tensors=65535, runs=U32_MAX),
+        request_bytes(tensors=1 << 15, runs=1 << 31),
         request_bytes(total=2**63),
         request_bytes(total=U64_MAX),
         b"GET / HTTP/1.1\r\nHost: example.or",
@@ -295,52 +309,92 @@ def i64(values: list[int]) -> Any:
     return np.array(values, dtype=np.int64)
 
 
-SPANS = st.lists(
-    st.tuples(st.integers(0, U64_MAX), st.integers(0, 2**62 - 1), st.integers(0, 2**55)), min_size=1, max_size=20
+TENSORS = st.lists(st.tuples(st.integers(0, U64_MAX), st.integers(0, 2**62 - 1)), min_size=1, max_size=20)
+RUNS = st.lists(st.tuples(st.integers(0, 2**62 - 1), st.integers(0, 2**50)), min_size=1, max_size=20)
+Rows = list[tuple[int, int]]
+
+
+def table_of(tensors: Rows, runs: Rows) -> memoryview:
+    return memoryview(b"".join(struct.pack("<QQ", *row) for row in (*tensors, *runs)))
+
+
+def request_for(tensors: Rows, runs: Rows, difference: int = 0) -> Request:
+    total = len(tensors) * sum(length for _, length in runs)
+    return Request(Op.READ, len(tensors), len(runs), 0, total + difference, 5)
+
+
+def decode_both(tensors: Rows, runs: Rows, difference: int = 0) -> tuple[Rows, Rows]:
+    """What both decoders make of the same tables, which must be the same; or the error that both raise."""
+    raw, request = table_of(tensors, runs), request_for(tensors, runs, difference)
+    try:
+        few = data.decode_few(raw, request)
+    except ProtocolError as error:
+        with pytest.raises(ProtocolError, match=f"^{re.escape(str(error))}$"):
+            data.decode_spans(raw, request)
+        raise
+    columns = [column.tolist() for column in data.decode_spans(raw, request)]
+    many = list(zip(*columns[:2], strict=True)), list(zip(*columns[2:], strict=True))
+    assert few == many
+    return few
+
+
+@USUAL
+@given(tensors=TENSORS, runs=RUNS)
+def test_tables_round_trip(tensors: Rows, runs: Rows) -> None:
+    columns = [[row[side] for row in rows] for rows in (tensors, runs) for side in (0, 1)]
+    raw = data.encode_spans(u64(columns[0]), i64(columns[1]), i64(columns[2]), i64(columns[3]))
+    assert len(raw) == request_for(tensors, runs).table_bytes
+    assert raw == table_of(tensors, runs).tobytes()
+    assert decode_both(tensors, runs) == (tensors, runs)
+    decoded = data.decode_spans(memoryview(raw), request_for(tensors, runs))
+    assert [column.dtype for column in decoded] == [np.uint64, np.int64, np.int64, np.int64]
+
+
+@USUAL
+@given(
+    regions=st.lists(st.integers(0, U64_MAX), min_size=1, max_size=20),
+    offsets=st.lists(st.integers(0, 2**62 - 1), min_size=1, max_size=20),
+    length=st.integers(0, 2**50),
 )
+def test_a_request_of_few_spans_is_like_any_other(regions: list[int], offsets: list[int], length: int) -> None:
+    tensors, runs = [(region, 0) for region in regions], [(offset, length) for offset in offsets]
+    request = request_for(tensors, runs)
+    raw = data.encode_few(request, regions, offsets, length)
+    assert raw == request.encode() + table_of(tensors, runs).tobytes()
+    assert Request.decode(raw[: data.REQUEST_BYTES]) == request
 
 
 @USUAL
-@given(spans=SPANS)
-def test_span_table_round_trip(spans: list[tuple[int, int, int]]) -> None:
-    regions, offsets, lengths = (list(column) for column in zip(*spans, strict=True))
-    table = data.encode_spans(u64(regions), i64(offsets), i64(lengths))
-    assert table.nbytes == data.SPAN_BYTES * len(spans)
-    assert table.tobytes() == b"".join(struct.pack("<QQQ", *span) for span in spans)
-    received = np.frombuffer(table.tobytes(), dtype="<u8").reshape(-1, 3)
-    decoded = data.decode_spans(received, sum(lengths))
-    assert [column.tolist() for column in decoded] == [regions, offsets, lengths]
-    assert [column.dtype for column in decoded] == [np.uint64, np.int64, np.int64]
-
-
-@USUAL
-@given(spans=SPANS, difference=st.integers(-(2**62), 2**62).filter(bool))
-def test_span_tables_add_up_to_what_was_announced(spans: list[tuple[int, int, int]], difference: int) -> None:
-    table = u64([value for span in spans for value in span]).reshape(-1, 3)
+@given(tensors=TENSORS, runs=RUNS, difference=st.integers(-(2**61), 2**61).filter(bool))
+def test_tables_add_up_to_what_was_announced(tensors: Rows, runs: Rows, difference: int) -> None:
     with pytest.raises(ProtocolError, match="do not add up"):
-        data.decode_spans(table, sum(length for *_, length in spans) + difference)
+        decode_both(tensors, runs, difference)
 
 
-@pytest.mark.parametrize("column", [1, 2])
+@pytest.mark.parametrize(("row", "column"), [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
 @pytest.mark.parametrize("value", [2**62, 2**63, U64_MAX])
-def test_span_tables_with_numbers_beyond_all_memory(column: int, value: int) -> None:
-    table = u64([7, 8, 9, 7, 8, 9]).reshape(-1, 3)
-    table[1, column] = value
+def test_tables_with_numbers_beyond_all_memory(row: int, column: int, value: int) -> None:
+    rows = [[7, 8], [7, 8], [8, 9], [8, 9]]
+    rows[row][column] = value
+    tensors, runs = [(a, b) for a, b in rows[:2]], [(a, b) for a, b in rows[2:]]
     with pytest.raises(ProtocolError, match=r"beyond 2\^62"):
-        data.decode_spans(table, 18)
+        decode_both(tensors, runs)
 
 
-def test_lengths_that_would_wrap_around_do_not_add_up() -> None:
+@pytest.mark.parametrize(("tensors", "runs"), [(1, 8), (8, 1), (2, 4)])
+def test_lengths_that_would_wrap_around_do_not_add_up(tensors: int, runs: int) -> None:
     """Eight lengths of 2**61 are 2**64, which is 0 in 64 bits."""
     with pytest.raises(ProtocolError, match="do not add up"):
-        data.decode_spans(u64([1, 0, 2**61] * 8).reshape(-1, 3), 0)
+        decode_both([(1, 0)] * tensors, [(0, 2**61)] * runs, -(2**64))
 
 
-def test_a_table_is_copied_out_of_the_receive_buffer() -> None:
-    table = u64([7, 8, 9]).reshape(-1, 3)
-    regions, offsets, lengths = data.decode_spans(table, 9)
-    table[:] = 0
-    assert (regions.tolist(), offsets.tolist(), lengths.tolist()) == ([7], [8], [9])
+def test_tables_are_copied_out_of_the_receive_buffer() -> None:
+    raw = bytearray(table_of([(7, 8)], [(9, 10)]))
+    many = data.decode_spans(memoryview(raw), request_for([(7, 8)], [(9, 10)]))
+    few = data.decode_few(memoryview(raw), request_for([(7, 8)], [(9, 10)]))
+    raw[:] = bytes(len(raw))
+    assert [column.tolist() for column in many] == [[7], [8], [9], [10]]
+    assert few == ([(7, 8)], [(9, 10)])
 
 
 # Control messages that are not any

@@ -161,6 +161,10 @@ def busy_owner(table: Table) -> None:
         detail = f"; {goals.NAMES[limit]} {_text(ratio(busy_limit, idle_limit))}"
         what = f"{_name(case)}, throughput with a busy owner against an idle one"
         table.least(what, ratio(busy, idle), needed, detail)
+    block_bytes, needed = goals.BUSY["process_vm"]
+    case = goals.Race("pull_blocks", "process_vm", block_bytes, {}).case(table.total_bytes)
+    idle, busy = table.run(case, [Program.ours("--apart"), Program.ours("--apart", "--busy-owner")])
+    table.least(f"{_name(case)}, the same with owner and caller on different cores", ratio(busy, idle), needed)
     idle_small, busy_small = table.latency(
         scales.small("process_vm"), [Program.ours(), Program.ours("--busy-owner")], _CALLS_P99
     )

@@ -30,7 +30,6 @@ from llm_datadist.layerwise.ranges import (
     optional_layer_range,
 )
 from llm_datadist.layerwise.task import OPERATION, BlockLists, CacheTask, LayerTransfer, plan_config
-from llm_datadist.paths.base import FEW
 from llm_datadist.status import raise_if_false, raise_if_true
 from llm_datadist.utils import utils
 
@@ -355,7 +354,6 @@ class Transfers(ManagerBase):
         return (
             type(local) is list
             and type(remote) is list
-            and len(local) <= FEW
             and type(key) is BlocksCacheKey
             and type(cache) is Cache
             and cache.is_blocks_cache

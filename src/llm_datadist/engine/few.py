@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _PER_LAYER: Final = 2
+"""Tensors of a layer, unless a push says otherwise; then it goes the long way."""
 
 
 class Pairing(NamedTuple):
@@ -39,25 +40,23 @@ class Pairing(NamedTuple):
     shortcut: Shortcut
     epoch: int
     tensors: int
+    whole_layers: bool
+    """Whether the tensors are K and V of layers, as a push takes for granted."""
     block_bytes: int
     local_blocks: int
     remote_blocks: int
 
-    @property
-    def whole_layers(self) -> bool:
-        """Whether the tensors are K and V of layers, as a push takes for granted."""
-        return not self.tensors % _PER_LAYER
-
-    def fits(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> bool:
-        """Whether these are good block pairs, and few."""
-        if len(local_ids) != len(remote_ids) or not 0 < len(local_ids) * self.tensors <= FEW:
+    def fits(self, local_ids: Sequence[int], remote_ids: Sequence[int], *, pull: bool) -> bool:
+        """Whether these are good block pairs, few, no destination twice; and for a push the tensors whole layers."""
+        count = len(local_ids)
+        if count != len(remote_ids) or not 0 < count * self.tensors <= FEW or not (pull or self.whole_layers):
             return False
         for here, there in zip(local_ids, remote_ids, strict=True):
             if type(here) is not int or type(there) is not int:
                 return False
             if not (0 <= here < self.local_blocks and 0 <= there < self.remote_blocks):
                 return False
-        return True
+        return count == 1 or len(set(local_ids if pull else remote_ids)) == count
 
 
 class FewTransfers:
@@ -89,6 +88,7 @@ class FewTransfers:
             shortcut,
             epoch,
             tensors=tensors,
+            whole_layers=not tensors % _PER_LAYER,
             block_bytes=local.geometry.stride,
             local_blocks=local.geometry.entries,
             remote_blocks=remote.geometry.entries,
@@ -108,7 +108,7 @@ class FewTransfers:
         Raises:
             LLMException: the transfer failed.
         """
-        if cluster_id == self._own_id or (len(local_ids) > 1 and len(set(local_ids)) != len(local_ids)):
+        if cluster_id == self._own_id:
             return False
         return self._transfer(cluster_id, model_id, cache_id, local_ids, remote_ids, deadline, pull=True)
 
@@ -122,8 +122,6 @@ class FewTransfers:
         deadline: Deadline,
     ) -> bool:
         """``push_blocks`` of all tensors, two a layer, as ``pull``."""
-        if len(remote_ids) > 1 and len(set(remote_ids)) != len(remote_ids):
-            return False
         return self._transfer(cluster_id, model_id, cache_id, local_ids, remote_ids, deadline, pull=False)
 
     def _transfer(
@@ -141,7 +139,7 @@ class FewTransfers:
         if link is None or os.getpid() != self._pid:
             return False
         pairing = link.pairings.get((model_id, cache_id))
-        if pairing is None or not pairing.fits(local_ids, remote_ids) or not (pull or pairing.whole_layers):
+        if pairing is None or not pairing.fits(local_ids, remote_ids, pull=pull):
             return False
         local, shortcut = pairing.local, pairing.shortcut
         ticket = deadline  # an object that no other transfer has

@@ -74,7 +74,7 @@ class OneSidedPath(Path):
         self.view = view
         self.aborted = False
         self._end = end
-        self._poll = _poll_for_end(end)
+        self._poll = _poll_for_end(end).poll
         self._copiers = context.copiers
         self._threads = context.copy_threads
 
@@ -138,7 +138,7 @@ class OneSidedPath(Path):
     def check_alive(self) -> None:
         """Raise PeerGoneError unless the peer's process lives, and serves its memory."""
         try:
-            ended = bool(self._poll.poll(0))
+            ended = bool(self._poll(0))
         except RuntimeError:  # another thread is in it at this very moment
             ended = bool(_poll_for_end(self._end).poll(0))
         if ended or not self.view.alive:
@@ -165,9 +165,6 @@ class OneSidedPath(Path):
 
     def close(self) -> None:
         """See ``Path.close``."""
-        if self._end >= 0:
-            self._poll.unregister(self._end)
-            self._end = -1
         self.view.close()
 
     def abort(self) -> None:
@@ -184,7 +181,7 @@ class _OneCall(Shortcut):
     def __init__(self, path: OneSidedPath, pairs: TensorPairs) -> None:
         super().__init__(path, pairs)
         self._vm = path
-        self._pid = ctypes.c_int(path.pid)
+        self._pid, self._epoch = ctypes.c_int(path.pid), pairs.epoch
         found = [path.find(region) for region in pairs.regions]
         self._sides = [(near, far) for near, (far, _) in zip(pairs.bases, found, strict=True)]
         self._room = min(size for _, size in found)
@@ -203,21 +200,25 @@ class _OneCall(Shortcut):
     def _move(
         self, call: Callable[..., int], size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline
     ) -> bool:
-        vm, epoch = self._vm, self._pairs.epoch
-        if vm.view.epoch != epoch or deadline.expired() or min(there) < 0 or (max(there) + 1) * size > self._room:
+        vm, view = self._vm, self._vm.view
+        if view.epoch != self._epoch or deadline.expired():
             return False
+        sides, last = self._sides, self._room - size
         ours: list[int] = []
         theirs: list[int] = []
-        for near, far in self._sides:
-            for local, remote in zip(here, there, strict=True):
-                ours += (near + local * size, size)
-                theirs += (far + remote * size, size)
+        for local, remote in zip(here, there, strict=True):
+            near_at, far_at = local * size, remote * size
+            if not 0 <= far_at <= last:
+                return False
+            for near, far in sides:
+                ours += (near + near_at, size)
+                theirs += (far + far_at, size)
         words, scratch = len(ours), _scratch
-        _PACK_INTO[words](scratch.here, 0, *ours)
-        _PACK_INTO[words](scratch.there, 0, *theirs)
-        count = _COUNTS[words // 2]
+        pack_into, count = _PACK_INTO[words], _COUNTS[words // 2]
+        pack_into(scratch.here, 0, *ours)
+        pack_into(scratch.there, 0, *theirs)
         done = call(self._pid, scratch.here_at, count, scratch.there_at, count, _COUNTS[0])
         if done != size * words // 2 or vm.aborted:
             return False
         vm.check_alive()
-        return vm.view.epoch == epoch
+        return view.epoch == self._epoch

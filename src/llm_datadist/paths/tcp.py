@@ -108,6 +108,7 @@ class TcpPath(Path):
             cause: BaseException = error
             if isinstance(error, RequestRefusedError):
                 cause = error.error
+                asker.drain(deadline)
             elif isinstance(error, ProtocolError):
                 cause = ConnectionLostError(str(error))
             if op is Op.WRITE and asker.under_way:
@@ -188,11 +189,8 @@ def _pipeline(
         asker.begin(op, request, deadline, epoch)
         if asked is not None:
             asker.finish(op, asked, deadline)
+            epoch = 0  # settled; from here on the regions alone decide
         asked = request
-        if epoch:  # the first one settles it before another follows; from then on the regions alone decide
-            asker.flush(deadline)
-            asker.finish(op, asked, deadline)
-            asked, epoch = None, 0
     if asked is not None:
         asker.flush(deadline)
         asker.finish(op, asked, deadline)

@@ -8,9 +8,10 @@ import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
-from llm_datadist.paths.base import PathFaultError, PathTimeoutError, PeerGoneError
+from llm_datadist.paths.base import PathError, PathFaultError, PathTimeoutError, PeerGoneError
 from llm_datadist.paths.tcp_stream import Stream
 from llm_datadist.wire.data import REPLY_BYTES, Op, Reply, Request, Result, encode_few, encode_spans
+from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,6 +115,17 @@ class Asker:
             reason = self._stream.receive_exactly(reply.reason_bytes, deadline)
             self.under_way -= 1
             raise RequestRefusedError(_REFUSALS[reply.result](reason.decode("utf-8", "replace")))
+
+    def drain(self, deadline: Deadline) -> None:
+        """After a refusal: requests that were sent before it was known are refused for the same reason, as a rule."""
+        with contextlib.suppress(PathError, ProtocolError):
+            self.flush(deadline)
+            while self.under_way:
+                try:
+                    self._reply(deadline)
+                except RequestRefusedError:
+                    continue
+                return
 
     def shut_down(self) -> None:
         """Make whoever waits on it, on either side, stop."""

@@ -13,10 +13,10 @@ from llm_datadist.cli.bench import driver, scales
 from llm_datadist.cli.bench.driver import BenchError, Program
 from llm_datadist.cli.bench.html import page
 from llm_datadist.cli.bench.results import Case, Contestant, Latency, Report, Scale, Throughput
-from llm_datadist.cli.bench.table import tables
+from llm_datadist.cli.bench.table import NOTE, tables
 from llm_datadist.cli.bench.units import format_bytes, format_number, format_seconds
 from llm_datadist.cli.bench.views import NAMES, Row
-from llm_datadist.cli.bench.workload import BESIDE, Kind
+from llm_datadist.cli.bench.workload import BESIDE, Kind, small_pull
 from llm_datadist.cli.machine import MEMINFO, fingerprint, memory_bytes
 from llm_datadist.cli.plan import PathName
 from llm_datadist.cli.show import Show, open_console, print_problem
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from rich.console import Console
+
     from llm_datadist.cli.bench.driver import Step
     from llm_datadist.cli.bench.workload import Workload
 
 _NAME: Final = "bench"
 _HEADROOM_BYTES: Final = 512 << 20
 _PROBE: Final = Case("pull_blocks", "process_vm", tensors=1, blocks=1, block_bytes=4096)
+_PLANNED_PATH: Final = "process_vm"
+"""Whose system calls can be left out, to see what planning costs."""
 _CLOCK_DIGITS: Final = 9
 """Times of single calls are kept in whole nanoseconds: the clock is no finer."""
 
@@ -61,9 +65,8 @@ def run(workload: Workload, outputs: Outputs) -> int:
         The exit code: 0 if everything is measured and written, else 1.
     """
     out = open_console()
-    made_at = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+    made_at = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     measured = Measured()
-    problem = ""
     try:
         workload = replace(workload, paths=resolved(workload.paths))
         check_memory(workload)
@@ -71,27 +74,25 @@ def run(workload: Workload, outputs: Outputs) -> int:
         with show.bar:
             measured.measure(workload, show)
     except (BenchError, RuntimeError) as error:
-        problem = str(error)
-    report = Report(
-        version=metadata.version("llm-datadist"),
-        made_at=made_at,
-        machine=fingerprint(),
-        rounds=workload.rounds,
-        throughputs=measured.throughputs,
-        latencies=measured.latencies,
-        scales=measured.scales,
-        command=workload.command,
-    )
+        _print(out, measured.report(workload, made_at))
+        print_problem(_NAME, str(error))
+        return 1
+    report = measured.report(workload, made_at)
+    _print(out, report)
+    try:
+        outputs.write(report)
+    except OSError as error:
+        print_problem(_NAME, f"cannot write {error.filename}: {error.strerror}")
+        return 1
+    return 0
+
+
+def _print(out: Console, report: Report) -> None:
     for table in tables(report):
         out.print(table)
-    if not problem:
-        try:
-            outputs.write(report)
-        except OSError as error:
-            problem = f"cannot write {error.filename}: {error.strerror}"
-    if problem:
-        print_problem(_NAME, problem)
-    return 1 if problem else 0
+        out.print()
+    if report.throughputs:
+        out.print(NOTE, highlight=False)
 
 
 def resolved(paths: Sequence[str]) -> tuple[str, ...]:
@@ -144,6 +145,19 @@ class Measured:
         self.latencies: list[Latency] = []
         self.scales: list[Scale] = []
 
+    def report(self, workload: Workload, made_at: str) -> Report:
+        """All of it, and where it was measured."""
+        return Report(
+            version=metadata.version("llm-datadist"),
+            made_at=made_at,
+            machine=fingerprint(),
+            rounds=workload.rounds,
+            throughputs=self.throughputs,
+            latencies=self.latencies,
+            scales=self.scales,
+            command=workload.command,
+        )
+
     def measure(self, workload: Workload, show: Show) -> None:
         """Measure everything.
 
@@ -177,19 +191,19 @@ class Measured:
                 show.say(f"latency of {_short(case)}: {NAMES[found.contestant]} {format_seconds(found.quantile(0.5))}")
 
     def _scale(self, workload: Workload, plan: driver.Plan, show: Show) -> None:
-        effort = workload.effort
-        show.step("planning")
-        self._add_scale(scales.planning(effort.spans, plan.rounds), show)
+        effort, path = workload.effort, workload.paths[0]
+        if _PLANNED_PATH in workload.paths:
+            show.step("planning")
+            self._add_scale(scales.planning(effort.spans, plan.rounds), show)
         show.step("links")
-        found = scales.links(effort.links, plan, effort.calls // 3, _advance(show))
-        medians = [each.quantile(0.5) * 1e6 for each in found]
-        self._add_scale(Scale("links that are up", "µs a small pull", list(effort.links), medians), show)
+        with_links = [Program.ours("--links", str(count)) for count in effort.links]
+        pulls = driver.latency([small_pull(path)], with_links, plan, effort.calls, _advance(show))
+        medians = [each.quantile(0.5) * 1e6 for each in pulls]
+        self._add_scale(Scale(f"links that are up, over {path}", "µs a small pull", list(effort.links), medians), show)
         show.step("tensors")
-        speeds = driver.run(workload.tensor_cases(), _programs([Contestant.OURS]), plan, _advance(show))
-        self._add_scale(
-            Scale("tensors", "GB/s", list(effort.tensors), [each.gb_per_s for each in speeds]),
-            show,
-        )
+        found = driver.run(workload.tensor_cases(), _programs([Contestant.OURS]), plan, _advance(show))
+        speeds = [each.gb_per_s for each in found]
+        self._add_scale(Scale(f"tensors, over {path}", "GB/s of pull_blocks", list(effort.tensors), speeds), show)
 
     def _add_scale(self, scale: Scale, show: Show) -> None:
         self.scales.append(scale)

@@ -111,6 +111,7 @@ def serve(
     parser = argparse.ArgumentParser(description="A contestant of llm-datadist bench; started by its driver.")
     parser.add_argument("--owner", action="store_true", help="be the owner of the remote memory")
     parser.add_argument("--busy-owner", action="store_true", help="keep the owner's main thread in a Python loop")
+    parser.add_argument("--apart", action="store_true", help="give the owner one core, and the caller the others")
     if add_options is not None:
         add_options(parser)
     options = parser.parse_args()
@@ -122,9 +123,20 @@ def serve(
     with contextlib.suppress(EOFError, BrokenPipeError):  # nobody is left to tell
         lines.send(Hello())
         if options.owner:
+            _keep_apart(options)
             _OwnerLoop(owner, options, lines).run()
         else:
-            _ContestantLoop(contestant, options, lines).run()
+            loop = _ContestantLoop(
+                contestant, options, lines
+            )  # starts the owner, which may still choose among all cores
+            _keep_apart(options)
+            loop.run()
+
+
+def _keep_apart(options: argparse.Namespace) -> None:
+    first, *others = sorted(os.sched_getaffinity(0))
+    if options.apart and others:
+        os.sched_setaffinity(0, [first] if options.owner else others)
 
 
 def _take_standard_streams() -> Lines:

@@ -127,13 +127,16 @@ def _figure(drawing: Element) -> Element:
 
 
 def _repeat(report: Report) -> Element:
+    again = [
+        tag("p", "The same measurement on another machine, or on this one later:"),
+        tag("pre", tag("code", report.command)),
+    ]
     data = base64.b64encode(msgspec.json.encode(report)).decode("ascii")
     return tag(
         "section",
         tag("h2", "Machine, and how to repeat it"),
         machine_table(report),
-        tag("p", "The same measurement on another machine, or on this one later:"),
-        tag("pre", tag("code", report.command)),
+        *(again if report.command else ()),
         tag(
             "p",
             "Compare ratios to the limit rather than GB/s: another load on the machine slows both alike. The ",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.cli.bench.markup import Child, tag
 from llm_datadist.cli.bench.plots import QUANTILES
@@ -16,17 +17,13 @@ if TYPE_CHECKING:
     from llm_datadist.cli.bench.results import Contestant, Latency, Ratio, Report, Scale, Throughput
     from llm_datadist.cli.bench.views import Group, Row
 
-_NOTHING = "-"
+_NOTHING: Final = "-"
 
 
 def glance(report: Report) -> Element | None:
     """The best of each group and the latencies of the library; None if there are neither."""
     rows = [row for group in groups(report.throughputs) if (row := _best(group))]
-    rows += [
-        [title, tag("strong", format_seconds(each.quantile(0.5))), f"p50; p99 {format_seconds(each.quantile(0.99))}"]
-        for title, found in latencies(report.latencies)
-        for each in found[:1]
-    ]
+    rows += [_typical(title, found) for title, found in latencies(report.latencies)]
     return _table("What", ["Result", "Remarks"], rows, class_="words") if rows else None
 
 
@@ -44,8 +41,15 @@ def _best(group: Group) -> list[Child] | None:
     return [group.title, tag("strong", f"{format_number(speed)} GB/s"), "; ".join(remarks)]
 
 
+def _typical(title: str, found: Sequence[Latency]) -> list[Child]:
+    first, *others = found
+    remarks = [f"p50; p99 {format_seconds(first.quantile(0.99))}"]
+    remarks += [f"p50 of {NAMES[each.contestant]} {format_seconds(each.quantile(0.5))}" for each in others]
+    return [title, tag("strong", format_seconds(first.quantile(0.5))), "; ".join(remarks)]
+
+
 def throughput_table(group: Group) -> Element:
-    """All contestants beside each other, one row a case."""
+    """All contestants beside each other, one row a case; how far the first is from its limit right behind it."""
     shown = group.contestants
     heads = [
         tag("tr", _head("Shape" if group.is_model else "Block size", rowspan="2"), *_over(shown)),
@@ -56,16 +60,19 @@ def throughput_table(group: Group) -> Element:
 
 
 def _over(shown: Sequence[Contestant]) -> list[Element]:
-    names = [_head(NAMES[contestant], colspan="2") for contestant in shown]
-    return [*names, _head("Of limit", rowspan="2")]
+    first, *others = (_head(NAMES[contestant], colspan="2") for contestant in shown)
+    return [first, _head("Of limit", rowspan="2"), *others]
 
 
 def _throughput_cells(row: Row, shown: Sequence[Contestant]) -> Iterable[Child]:
-    for contestant in shown:
-        result = row.results.get(contestant)
-        yield _NOTHING if result is None else _speed(result)
-        yield _NOTHING if result is None else format_number(result.cpu_s_per_gb)
+    first, *others = (_speed_and_cpu(row.results.get(contestant)) for contestant in shown)
+    yield from first
     yield _share(row.of_limit)
+    yield from itertools.chain(*others)
+
+
+def _speed_and_cpu(result: Throughput | None) -> tuple[Child, Child]:
+    return (_speed(result), format_number(result.cpu_s_per_gb)) if result else (_NOTHING, _NOTHING)
 
 
 def _speed(result: Throughput) -> Element:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich import box
 from rich.table import Table
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from llm_datadist.cli.bench.results import Latency, Report, Scale, Throughput
     from llm_datadist.cli.bench.views import Group, Row
 
-_NOTHING = "-"
+_NOTHING: Final = "-"
+_MIN_FIRST: Final = 8
+"""A terminal that is too narrow may cut figures, not what they belong to."""
+
+
+NOTE: Final = (
+    "GB/s: median of 10^9 bytes a second, through the public API. limit: bare system calls on the same bytes in the "
+    "same rounds. ratio: GB/s to the limit. rounds: lowest..highest of a round."
+)
+"""Printed below the tables."""
 
 
 def tables(report: Report) -> Iterator[Table]:
@@ -37,8 +46,7 @@ def _throughput(group: Group) -> Table:
     others = [each for each in group.contestants if each not in bounds | {Contestant.OURS}]
     first = "shape" if group.is_model else "block"
     names = [NAMES[contestant] for contestant in others]
-    title = f"{group.title}: GB/s, beside it the slowest and the fastest round"
-    table = _table(title, first, NAMES[Contestant.OURS], "rounds", "limit", "of limit", "rounds", "CPU s/GB", *names)
+    table = _table(group.title, first, "GB/s", "rounds", "limit", "ratio", "rounds", "CPU s/GB", *names)
     for row in group.rows:
         table.add_row(row.label, *_ours(row), *(_speed(row.results.get(contestant)) for contestant in others))
     return table
@@ -82,8 +90,10 @@ def _scale(scale: Scale) -> Table:
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column(first, overflow="fold")
+    table = Table(
+        title=Text(title), title_justify="left", box=box.SIMPLE, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False
+    )
+    table.add_column(first, overflow="fold", min_width=_MIN_FIRST)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

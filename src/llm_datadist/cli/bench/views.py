@@ -101,12 +101,15 @@ class Group:
 
 def groups(throughputs: Iterable[Throughput]) -> list[Group]:
     """Group results for tables and plots; groups in order of appearance, rows by block size."""
-    by_case: dict[Case, dict[Contestant, Throughput]] = {}
+    by_case: dict[Case, list[dict[Contestant, Throughput]]] = {}
     for each in throughputs:
-        by_case.setdefault(each.case, {})[each.contestant] = each
+        results = by_case.setdefault(each.case, [{}])
+        if each.contestant in results[-1]:  # measured once more: another row
+            results.append({})
+        results[-1][each.contestant] = each
     by_title: dict[tuple[str, bool], list[Row]] = {}
-    for case, results in by_case.items():
-        by_title.setdefault((_title(case), bool(case.model)), []).append(Row(case, results))
+    for case, found in by_case.items():
+        by_title.setdefault((_title(case), bool(case.model)), []).extend(Row(case, results) for results in found)
     return [
         Group(title, is_model, tuple(rows if is_model else sorted(rows, key=lambda row: row.case.block_bytes)))
         for (title, is_model), rows in by_title.items()

@@ -137,12 +137,8 @@ class Workload:
             yield Case(operation.value, path, tensors, part_blocks, size, order, model=name)
 
     def latency_cases(self, path: str) -> list[Case]:
-        """One block of one layer over one path."""
-        return list(dict.fromkeys(self._small_case(operation, path) for operation in self.operations))
-
-    def _small_case(self, operation: Operation, path: str) -> Case:
-        order = Order.SORTED if operation.value in cases.WHOLE else self.orders[0]
-        return Case(operation.value, path, _TENSORS, 1, _SMALL_BYTES, order)
+        """One block of one layer over one path, none twice."""
+        return list(dict.fromkeys(_small_case(operation, path) for operation in self.operations))
 
     def tensor_cases(self) -> list[Case]:
         """As many bytes in ever more tensors, over the first path."""
@@ -192,6 +188,15 @@ def parse_block_sizes(text: str) -> tuple[int, ...]:
     for size in sizes:
         cases.check(Case("pull_blocks", "process_vm", 1, 1, size))
     return sizes
+
+
+def small_pull(path: str) -> Case:
+    """One block of one layer."""
+    return _small_case(Operation.PULL_BLOCKS, path)
+
+
+def _small_case(operation: Operation, path: str) -> Case:
+    return Case(operation.value, path, _TENSORS, 1, _SMALL_BYTES, Order.SORTED)  # a single block knows no order
 
 
 def _block_bytes(model: ModelName, shape: CacheShape) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import mmap
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from llm_datadist.memory.pool import MemoryPool
-from llm_datadist.memory.regions import FILE_BYTES, RegionTable
+from llm_datadist.memory.regions import CAPACITY, ROW_BYTES, RegionTable, RegionView
 from llm_datadist.memory.shared import Area, Mapping, NotSealedError
 from llm_datadist.net import handover
 from llm_datadist.net.handover import HandoverServer, fetch
@@ -60,7 +61,7 @@ def pool() -> Iterator[MemoryPool]:
 
 @pytest.fixture
 def server(loop: Loop, table: RegionTable, pool: MemoryPool) -> Iterator[HandoverServer]:
-    made = HandoverServer([table.area, pool.area], loop, lambda token: token == TOKEN)
+    made = HandoverServer([*table.areas, pool.area], loop, lambda token: token == TOKEN)
     yield made
     made.close()
 
@@ -83,10 +84,26 @@ def test_whoever_knows_the_token_gets_the_descriptors(
     server: HandoverServer, table: RegionTable, pool: MemoryPool
 ) -> None:
     parcel = fetch(server.name, TOKEN, soon())
-    for got, given in zip(parcel.areas, (table.area, pool.area), strict=True):
+    for got, given in zip(parcel.areas, (*table.areas, pool.area), strict=True):
         assert got[1:] == given[1:]
         assert os.fstat(got.fd).st_ino == os.fstat(given.fd).st_ino
         assert not os.get_inheritable(got.fd)
+    parcel.close_descriptors()
+    parcel.connection.close()
+
+
+def test_a_receiver_can_read_the_region_table_only(server: HandoverServer, table: RegionTable) -> None:
+    parcel = fetch(server.name, TOKEN, soon())
+    fd, _, length = parcel.areas[0]
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, length)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, bytes(8), 8)
+    view = RegionView.of_descriptor(fd, "the table")
+    assert view.epoch == table.epoch
+    table.invalidate()
+    assert view.epoch == table.epoch
+    view.close()
     parcel.close_descriptors()
     parcel.connection.close()
 
@@ -320,10 +337,10 @@ def test_the_path_is_rejected(table: RegionTable, changes: dict[str, Any], match
 def test_owners_that_offer_what_must_not_be_mapped_are_rejected(table: RegionTable, kind: str) -> None:
     """A table that is none, a pool that could be truncated, nothing at all: nothing stays behind."""
     pool = memfd(POOL_BYTES, 0)
-    first = memfd(FILE_BYTES) if kind == "table" else os.dup(table.fd)
+    first = memfd(CAPACITY * ROW_BYTES) if kind == "table" else os.dup(table.fd)
     match = {"table": "is not a region table", "pool": "not a memfd", "silent": "did not answer in time"}[kind]
     before = descriptors()
-    with owner(announced(FILE_BYTES, POOL_BYTES), [first, pool], silent=kind == "silent") as name:
+    with owner(announced(CAPACITY * ROW_BYTES, POOL_BYTES), [first, pool], silent=kind == "silent") as name:
         deadline = Deadline.after(0.05) if kind == "silent" else soon()
         with pytest.raises(PathRejectedError, match=match):
             Mapped().connect(_peer(table, handover=name), _context(table), deadline)

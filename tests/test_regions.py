@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from llm_datadist.memory.regions import (
     CAPACITY,
-    FILE_BYTES,
     MAGIC,
     NONCE_BYTES,
     ROW_BYTES,
@@ -439,7 +438,7 @@ def test_files_that_are_not_a_table(tmp_path: Path) -> None:
 
 
 def test_the_file_cannot_be_cut_under_a_peer(table: RegionTable) -> None:
-    assert os.fstat(table.fd).st_size == FILE_BYTES
+    assert os.fstat(table.fd).st_size == ROW_BYTES * CAPACITY
     for size in (0, 4096, 2 * CAPACITY * ROW_BYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(table.fd, size)

@@ -19,7 +19,7 @@ from llm_datadist import BlocksCacheKey, LLMConfig, LLMDataDist, LLMException, L
 from llm_datadist.engine import Engine, EngineOptions, local
 from llm_datadist.engine.requests import CacheKind, CacheSpec
 from llm_datadist.memory import syscalls
-from llm_datadist.memory.regions import FILE_BYTES, RegionError, RegionTable, RegionView
+from llm_datadist.memory.regions import CAPACITY, ROW_BYTES, RegionError, RegionTable, RegionView
 from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths.base import Context, PathTimeoutError
@@ -279,8 +279,8 @@ def test_nothing_follows_a_write_that_may_still_land() -> None:
 def test_tables_that_could_be_truncated_or_block_are_refused(tmp_path: Path) -> None:
     """A memfd without seals would end this process with SIGBUS; a pipe would block it."""
     fd = os.memfd_create("unsealed")
-    os.ftruncate(fd, FILE_BYTES)
-    with mmap.mmap(fd, FILE_BYTES) as memory:
+    os.ftruncate(fd, CAPACITY * ROW_BYTES)
+    with mmap.mmap(fd, CAPACITY * ROW_BYTES) as memory:
         memory[:8] = np.uint64(0x5644_4B4C_4C4D_0001).tobytes()
         with pytest.raises(RegionError, match="not a sealed region table"):
             RegionView.of_file(f"/proc/self/fd/{fd}")

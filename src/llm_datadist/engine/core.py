@@ -90,7 +90,7 @@ class Core:
         if not pools or Mapped.name not in self.options.paths:
             return None
         try:
-            return HandoverServer([self.regions.area, *pools], self.loop, self._knows)
+            return HandoverServer([*self.regions.areas, *pools], self.loop, self._knows)
         except OSError as error:
             log.warn("peers cannot map the memory pools of this process: %s", error)
             return None

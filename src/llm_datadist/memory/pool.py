@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import fcntl
-import os
 import threading
 from typing import TYPE_CHECKING
 
-from llm_datadist.memory import huge_pages
-from llm_datadist.memory.shared import Area
+from llm_datadist.memory import huge_pages, shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,23 +27,14 @@ class MemoryPool:
         self._shift = page_shift
         self._pages = size >> page_shift
         self._length = length = self._pages << page_shift
-        self._fd = os.memfd_create("llm-datadist-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, length)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self._base = huge_pages.map_shared(self._fd, length)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self.area = shared.create("llm-datadist-pool", length)
+        """Its memory, for processes that map it."""
+        self._base = self.area.base
+        self._open = True
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self._pages)]  # (first page, pages), sorted, never adjacent
         self._used: dict[int, int] = {}
         self._advised: set[int] = set()  # huge pages by number; they stay when allocations come and go
-
-    @property
-    def area(self) -> Area:
-        """Its memory, for processes that map it."""
-        return Area(self._fd, self._base, self._length)
 
     @property
     def free_bytes(self) -> int:
@@ -113,7 +101,6 @@ class MemoryPool:
 
     def close(self) -> None:
         """Give everything back to the system; allocations must not be used any more. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            huge_pages.unmap(self._base, self._length)
+        if self._open:
+            self._open = False
+            shared.release(self.area)

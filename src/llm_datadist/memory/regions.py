@@ -6,12 +6,13 @@ epoch. Nothing else in this process learns raw addresses: across the network a s
 
 Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a
 region (id, base address, size, reachable), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
-again. The page after the last row begins with the nonce, which is a region itself.
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from llm_datadist.memory import shared
 from llm_datadist.memory.shared import Area, NotSealedError, check_sealed
 
 if TYPE_CHECKING:
@@ -40,8 +42,8 @@ ALIVE: Final = 1
 NONCE_BYTES: Final = 64
 
 _TABLE_BYTES: Final = CAPACITY * ROW_BYTES
-FILE_BYTES: Final = _TABLE_BYTES + mmap.PAGESIZE
-"""Of the memfd: the table, and the page of the nonce."""
+_F_SEAL_FUTURE_WRITE: Final = 0x10
+"""Only mappings that exist already may be written to (Linux 5.1)."""
 
 _SLOT_MASK: Final = CAPACITY - 1
 _EPOCH, _STATE = 1, 2
@@ -67,11 +69,13 @@ class RegionTable:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, FILE_BYTES)
+        os.ftruncate(self._fd, _TABLE_BYTES)
+        self._map = mmap.mmap(self._fd, _TABLE_BYTES)
+        with contextlib.suppress(OSError):  # whoever gets the descriptor cannot change what we rely on
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-        self._map = mmap.mmap(self._fd, FILE_BYTES)
-        self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64, count=CAPACITY * 4).reshape(CAPACITY, 4)
+        self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(CAPACITY, 4)
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
         self._words = memoryview(self.rows.reshape(-1).data)
         """The same words as plain ints: for a few of them far quicker than an array."""
@@ -80,20 +84,21 @@ class RegionTable:
         self._used = 0
         self._leases: dict[object, Sequence[int]] = {}
         self._waiters = 0
-        self._map[_TABLE_BYTES : _TABLE_BYTES + NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
-        self.area = Area(self._fd, self.rows.ctypes.data, FILE_BYTES)
-        """Table and nonce, for processes that map them."""
-        self.probe_region = self.add(self.area.base + _TABLE_BYTES, NONCE_BYTES)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        """Content of the probe region: a peer that reads it back has proved that its path works."""
+        self._probe = shared.create("llm-datadist-probe", mmap.PAGESIZE)
+        ctypes.memmove(self._probe.base, self.nonce, NONCE_BYTES)
+        self.probe_region = self.add(self._probe.base, NONCE_BYTES)
+
+    @property
+    def areas(self) -> list[Area]:
+        """The table, and the page with the probe region, for processes that map them."""
+        return [Area(self._fd, self.rows.ctypes.data, _TABLE_BYTES), self._probe]
 
     @property
     def fd(self) -> int:
         """The memfd, for peers on this host."""
         return self._fd
-
-    @property
-    def nonce(self) -> bytes:
-        """The content of the probe region: a peer that reads it back has proved that its path works."""
-        return self._map[_TABLE_BYTES : _TABLE_BYTES + NONCE_BYTES]
 
     @property
     def epoch(self) -> int:
@@ -207,6 +212,7 @@ class RegionTable:
             self._words = memoryview(self.rows.reshape(-1).data)
             os.close(self._fd)
             self._fd = -1
+            shared.release(self._probe)
         with contextlib.suppress(BufferError):  # an in-process peer may still look at the rows
             self._map.close()
 
@@ -243,7 +249,7 @@ class RegionView:
             RegionError: it is not a region table.
         """
         try:
-            check_sealed(fd, FILE_BYTES, name)
+            check_sealed(fd, _TABLE_BYTES, name)
         except NotSealedError as error:
             message = f"{name} is not a sealed region table"
             raise RegionError(message) from error

@@ -33,6 +33,28 @@ class Area(NamedTuple):
     """Bytes."""
 
 
+def create(name: str, length: int) -> Area:
+    """A new memfd, sealed against shrinking: zeroed memory, mapped at the boundary of a huge page.
+
+    Raises:
+        OSError: there is no such room.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, length)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        return Area(fd, huge_pages.map_shared(fd, length), length)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def release(area: Area) -> None:
+    """Undo ``create``, once."""
+    os.close(area.fd)
+    huge_pages.unmap(area.base, area.length)
+
+
 def check_sealed(fd: int, length: int, name: str) -> None:
     """Refuse what could be truncated under our eyes, which would end this process with SIGBUS.
 

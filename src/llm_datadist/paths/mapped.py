@@ -125,6 +125,6 @@ def _mapped(parcel: Parcel, context: Context) -> MappedPath:
         undo.callback(parcel.connection.close)
         view = RegionView.of_descriptor(parcel.areas[0].fd, "what the peer handed over")
         undo.callback(view.close)
-        mapping = Mapping(parcel.areas)
+        mapping = Mapping(parcel.areas[1:])
         undo.pop_all()
     return MappedPath(parcel.connection, view, mapping, context)

@@ -166,8 +166,6 @@ class OneSidedPath(Path):
 
     def close(self) -> None:
         """See ``Path.close``."""
-        if self._end >= 0:
-            self._end = -1
         self.view.close()
 
     def abort(self) -> None:

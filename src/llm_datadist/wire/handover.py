@@ -32,7 +32,7 @@ class Handover(Struct, frozen=True, kw_only=True):
     """Names the descriptors that come with it, in order."""
 
     areas: Annotated[list[SharedArea], Meta(min_length=1, max_length=MAX_AREAS)]
-    """The first one begins with the region table."""
+    """First the region table, then those whose memory the paths may move."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from expect import PI, expect
+from fake_engine import DEADLINE
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -341,6 +342,17 @@ def test_push_blocks_passes_everything_on() -> None:
             **base, src_layers=range(1, 2), dst_layers=range(1), src_blocks=[0], dst_blocks=[2], tensors_per_layer=1
         ),
         PushRequest(**base, src_layers=range(1), dst_layers=range(1), src_blocks=(), dst_blocks=[2]),
+    ]
+
+
+def test_block_transfers_hand_on_the_deadline_with_which_they_began() -> None:
+    """Whichever way they go, it is the same one, and taken first."""
+    subject = accessible_manager()
+    subject.pull_blocks(BY_BLOCKS, blocks(), [0], [1])
+    subject.push_blocks(BY_BLOCKS, blocks(), [0], [1])
+    assert [(name, args[1:]) for name, args in engine_of(subject).calls] == [
+        ("pull", (DEADLINE,)),
+        ("push", (DEADLINE,)),
     ]
 
 

@@ -262,7 +262,11 @@ class Transfers(ManagerBase):
         engine = self._engine
         deadline = engine.deadline()
         whole = src_layer_range is dst_layer_range is None and tensor_num_per_layer == NUM_TENSORS_PER_LAYER
-        if whole and self._few(engine.few.push, dst_cache_key, src_cache, src_blocks, dst_blocks, deadline):
+        if (
+            whole
+            and type(tensor_num_per_layer) is int
+            and self._few(engine.few.push, dst_cache_key, src_cache, src_blocks, dst_blocks, deadline)
+        ):
             return
         self._check_push_allowed("push_blocks")
         utils.check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey)

@@ -70,12 +70,13 @@ class FewTransfers:
 
     @staticmethod
     def remember(link: PeerLink, path: Path, model_id: int, local: CacheEntry, remote: PeerCache, epoch: int) -> None:
-        """Keep what a successful transfer between two blocks caches has found out."""
+        """Keep what a successful transfer has found out, if both are blocks caches that fit each other as a whole."""
         tensors = len(local.addrs)
         known = link.pairings.get((model_id, local.cache_id))
         if known is not None and known.path is path and known.epoch == epoch:
             return
-        if tensors != remote.num_tensors or tensors > FEW:
+        blocks = local.has_blocks and remote.has_blocks and local.geometry.stride == remote.geometry.stride
+        if not blocks or tensors != remote.num_tensors or tensors > FEW:
             return
         pairs = TensorPairs(local.addrs.tolist(), remote.regions.tolist(), epoch)
         try:

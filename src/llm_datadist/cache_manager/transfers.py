@@ -354,7 +354,10 @@ class Transfers(ManagerBase):
     def _few(
         self, transfer: FewTransfer, key: object, cache: object, local: object, remote: object, deadline: Deadline
     ) -> bool:
-        """Try the short way of small transfers, which knows what fits; False if nothing was moved, nor refused."""
+        """Try the short way of small transfers, which knows what fits; False if nothing was moved, nor refused.
+
+        It gets copies of the lists: what it has checked must not change before it is used.
+        """
         return (
             type(local) is list
             and type(remote) is list
@@ -362,7 +365,7 @@ class Transfers(ManagerBase):
             and type(cache) is Cache
             and cache.is_blocks_cache
             and self._initialized
-            and transfer(key.cluster_id, key.model_id, cache.cache_id, local, remote, deadline)
+            and transfer(key.cluster_id, key.model_id, cache.cache_id, local[:], remote[:], deadline)
         )
 
     def _check_no_blocks(self, key: AnyKey, src_blocks: Sequence[int] | None) -> None:

@@ -284,6 +284,7 @@ class Catalogue:
             for model_id in [model for model, holder in self._blocks.items() if holder is entry]:
                 del self._blocks[model_id]
             self._snapshot = None
+            self._regions.invalidate()  # from here on peers must find a newer cache of the same name, or none
             return self._lock.wait_for(lambda: not entry.pins and not entry.holders, deadline.remaining())
 
     def forget(self, entry: CacheEntry) -> bool:

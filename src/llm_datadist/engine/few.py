@@ -76,7 +76,7 @@ class FewTransfers:
         if known is not None and known.path is path and known.epoch == epoch:
             return
         blocks = local.has_blocks and remote.has_blocks and local.geometry.stride == remote.geometry.stride
-        if not blocks or tensors != remote.num_tensors or tensors > FEW:
+        if local.hidden or not blocks or tensors != remote.num_tensors or tensors > FEW:
             return
         pairs = TensorPairs(local.addrs.tolist(), remote.regions.tolist(), epoch)
         try:
@@ -144,9 +144,10 @@ class FewTransfers:
             return False
         local, shortcut = pairing.local, pairing.shortcut
         ticket = deadline  # an object that no other transfer has
-        if not self._catalogue.hold(local, ticket):
-            return False
         try:
+            if not self._catalogue.hold(local, ticket):
+                link.pairings.pop((model_id, cache_id), None)
+                return False
             link.begin(ticket)
             if not link.uses(pairing.path):
                 return False
@@ -158,6 +159,12 @@ class FewTransfers:
             operation = "pull_blocks" if pull else "push_blocks"
             raise path_failure(error, operation, link, pairing.path.name, deadline) from error
         finally:
-            link.end(ticket)
-            self._catalogue.let_go(local, ticket)
+            try:
+                link.running.discard(ticket)
+            finally:
+                try:
+                    local.holders.discard(ticket)
+                finally:
+                    link.end(ticket)
+                    self._catalogue.let_go(local, ticket)
         return True

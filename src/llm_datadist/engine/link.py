@@ -19,7 +19,7 @@ from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from llm_datadist.engine.few import Pairing
     from llm_datadist.net.address import Address
@@ -83,17 +83,11 @@ class PeerLink(abc.ABC):
 
     @abc.abstractmethod
     def end(self, ticket: object) -> None:
-        """Count it no longer; without effect if it was not begun."""
+        """Count it no longer; without effect if it was not begun.
 
-    @contextlib.contextmanager
-    def transfer(self) -> Iterator[None]:
-        """``begin`` and ``end``."""
-        ticket = object()
-        self.begin(ticket)
-        try:
-            yield
-        finally:
-            self.end(ticket)
+        In a ``finally``, first discard the ticket from ``running`` and see to it that this is called whatever happens:
+        Ctrl-C may come between any two steps of Python, but not within the one that discards it.
+        """
 
     @abc.abstractmethod
     def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
@@ -131,8 +125,16 @@ class PeerLink(abc.ABC):
     def __init__(self) -> None:
         self._catalogue: PeerCatalogue | None = None
         self._catalogue_lock = threading.Lock()
+        self.running: set[object] = set()
+        """Tickets of the transfers that run."""
         self.pairings: dict[tuple[int, int], Pairing] = {}
         """What small transfers know already, by the peer's model id and the local cache id."""
+
+    def forget_cache(self, cache_id: int) -> None:
+        """A local cache has gone: what small transfers know of it is of no use any more."""
+        for key in tuple(self.pairings):
+            if key[1] == cache_id:
+                self.pairings.pop(key, None)
 
     def catalogue(self, deadline: Deadline, outdated: PeerCatalogue | None = None) -> PeerCatalogue:
         """The peer's catalogue: the one known already, unless it is ``outdated``; then it is fetched again.
@@ -198,7 +200,6 @@ class Link(PeerLink):
         self._waiters = 0
         """Threads that wait for it to become idle."""
         self._state = LinkState.CONNECTING
-        self._running: set[object] = set()
         self._waiting: list[tuple[set[object], Callable[[], object]]] = []
 
     @property
@@ -261,7 +262,7 @@ class Link(PeerLink):
         Raises:
             ChannelClosedError: the link is not up (any more).
         """
-        self._running.add(ticket)
+        self.running.add(ticket)
         if self._state is not LinkState.LINKED:
             self.end(ticket)
             message = f"the link is {self._state.name.lower()}"
@@ -269,13 +270,13 @@ class Link(PeerLink):
 
     def end(self, ticket: object) -> None:
         """Count it no longer."""
-        self._running.discard(ticket)
+        self.running.discard(ticket)
         if self._waiters or self._waiting:
             self._tell_waiters()
 
     def _tell_waiters(self) -> None:
         with self._lock:
-            waiting = [(tickets & self._running, then) for tickets, then in self._waiting]
+            waiting = [(tickets & self.running, then) for tickets, then in self._waiting]
             due = [then for tickets, then in waiting if not tickets]
             self._waiting = [item for item in waiting if item[0]]
             self._lock.notify_all()
@@ -285,7 +286,7 @@ class Link(PeerLink):
     def when_idle(self, then: Callable[[], object]) -> None:
         """Call ``then`` once every transfer that runs now has ended; at once if none does."""
         with self._lock:
-            self._waiting.append((set(self._running), then))
+            self._waiting.append((set(self.running), then))
         self._tell_waiters()  # those that ended before they could see that somebody waits
 
     def wait_idle(self, deadline: Deadline) -> bool:
@@ -293,7 +294,7 @@ class Link(PeerLink):
         with self._lock:
             self._waiters += 1
             try:
-                return self._lock.wait_for(lambda: not self._running, deadline.remaining())
+                return self._lock.wait_for(lambda: not self.running, deadline.remaining())
             finally:
                 self._waiters -= 1
 

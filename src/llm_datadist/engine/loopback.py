@@ -132,6 +132,11 @@ class LoopbackLinks(Links):
         """See ``Links.peek``."""
         return self._links.get(cluster_id)
 
+    def forget_cache(self, cache_id: int) -> None:
+        """See ``Links.forget_cache``."""
+        for link in tuple(self._links.values()):
+            link.forget_cache(cache_id)
+
     def any_live(self) -> bool:
         """See ``Links.any_live``."""
         return bool(self._links)

@@ -60,6 +60,10 @@ class Links(abc.ABC):
         """The link to a cluster, if there is one, in whatever state."""
 
     @abc.abstractmethod
+    def forget_cache(self, cache_id: int) -> None:
+        """See ``PeerLink.forget_cache``; for all links."""
+
+    @abc.abstractmethod
     def any_live(self) -> bool:
         """Whether any cluster is linked."""
 
@@ -150,6 +154,11 @@ class NetworkLinks(Links):
     def peek(self, cluster_id: int) -> PeerLink | None:
         """See ``Links.peek``."""
         return self._core.table.peek(cluster_id)
+
+    def forget_cache(self, cache_id: int) -> None:
+        """See ``Links.forget_cache``."""
+        for link in self._core.table.all():
+            link.forget_cache(cache_id)
 
     def any_live(self) -> bool:
         """See ``Links.any_live``."""

@@ -8,7 +8,6 @@ until the transfer has ended.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -34,7 +33,7 @@ from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.core import Core
@@ -81,7 +80,9 @@ class Transfers:
         ids = BlockIds.of(request.dst_blocks, request.src_blocks)
         if request.cluster_id == self._core.identity.cluster_id:
             raise invalid(request.operation, f"cluster {request.cluster_id} is this cluster itself")
-        with self._local(request) as local:
+        local = self._local(request)
+        try:
+            self._hold(local, request, deadline)
             check_destination(local, request)
             link = self._links.require(request.cluster_id, request.operation)
 
@@ -93,6 +94,8 @@ class Transfers:
                 self._with_catalogue(request, request.key, link, local, spans, deadline, pull=True)
             else:
                 self._with_lookup(request, link, spans, deadline)
+        finally:
+            self._let_go(local, deadline)
 
     def push(self, request: PushRequest, deadline: Deadline) -> None:
         """Copy from a local cache to a peer; the bytes are in place *there* when it returns.
@@ -102,7 +105,9 @@ class Transfers:
             TypeError: a negative block index.
         """
         ids = BlockIds.of(request.src_blocks, request.dst_blocks)
-        with self._local(request) as local:
+        local = self._local(request)
+        try:
+            self._hold(local, request, deadline)
             link = self._links.require(request.cluster_id, request.operation)
             if request.key is None:
                 self._to_addresses(request, link, local, ids, deadline)
@@ -113,16 +118,26 @@ class Transfers:
                 return plan_push(local, remote, batch_index, request, ids)
 
             self._with_catalogue(request, request.key, link, local, spans, deadline, pull=False)
+        finally:
+            self._let_go(local, deadline)
 
-    @contextlib.contextmanager
-    def _local(self, request: PullRequest | PushRequest) -> Iterator[CacheEntry]:
-        entry = self._core.catalogue.pin(request.cache_id)
+    def _local(self, request: PullRequest | PushRequest) -> CacheEntry:
+        entry = self._core.catalogue.get(request.cache_id)
         if entry is None:
             raise missing(request, f"there is no local cache {request.cache_id}")
+        return entry
+
+    def _hold(self, local: CacheEntry, request: Request, deadline: Deadline) -> None:
+        """Hold a cache for this call, whose deadline, an object that no other call has, is its ticket."""
+        if not self._core.catalogue.hold(local, deadline):
+            raise missing(request, f"there is no local cache {local.cache_id}")
+
+    def _let_go(self, local: CacheEntry, deadline: Deadline) -> None:
+        """Undo ``_hold``; as for ``PeerLink.end``, Ctrl-C may come between any two steps."""
         try:
-            yield entry
+            local.holders.discard(deadline)
         finally:
-            self._core.catalogue.unpin(entry)
+            self._core.catalogue.let_go(local, deadline)
 
     def _with_catalogue(
         self,
@@ -233,18 +248,18 @@ class Transfers:
         name: str | None = None
         beyond: Path | None = None
         try:
-            with link.transfer():
-                while True:
-                    path = link.path(deadline, beyond)
-                    name = path.name
-                    try:
-                        (path.read if pull else path.write)(spans, deadline, epoch)
-                    except PathDeniedError as error:
-                        link.demote(path, str(error))
-                    except OutOfReachError:
-                        beyond = path
-                    else:
-                        return path
+            link.begin(deadline)
+            while True:
+                path = link.path(deadline, beyond)
+                name = path.name
+                try:
+                    (path.read if pull else path.write)(spans, deadline, epoch)
+                except PathDeniedError as error:
+                    link.demote(path, str(error))
+                except OutOfReachError:
+                    beyond = path
+                else:
+                    return path
         except (PathError, ChannelClosedError) as error:
             raise path_failure(error, request.operation, link, name, deadline) from error
         except RegionError as error:
@@ -252,6 +267,11 @@ class Transfers:
                 raise
             late = PathTimeoutError(str(error)) if deadline.expired() else error
             raise transfer_failure(late, request.operation, request.cluster_id, name, deadline) from error
+        finally:
+            try:
+                link.running.discard(deadline)
+            finally:
+                link.end(deadline)
 
     def _asking(self, request: Request, deadline: Deadline, ask: Callable[[], T]) -> T:
         try:

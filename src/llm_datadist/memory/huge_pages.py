@@ -34,8 +34,9 @@ BUDGET_S_PER_GIB: Final = 0.5
 _SYSTEM: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _PIECE: Final = 32 << 20
 """Bytes of one system call: some 50 ms, after which the time is looked at."""
-_MAX_HINTS: Final = 1024
-"""A hint may cut a mapping in three, and a process has 65,530 mappings in all."""
+_FEW_HINTS: Final = 64
+_MAX_MAPPINGS: Final = 32_000
+"""A process has 65,530 in all."""
 
 _MS_ASYNC: Final = 1
 _MADV_DONTFORK: Final = 10
@@ -146,17 +147,30 @@ def advise(ranges: Iterable[Range], *, populate: bool = False, budget_s: float |
     deadline = Deadline.after(seconds)
     supported = page and not _madvise((0, 0), _MADV_COLLAPSE)
     outcome = Outcome.DONE if supported else Outcome.UNSUPPORTED
+    hinting = _room_for_hints(len(stretches))
     for stretch in stretches:
         if _libc.msync(stretch[0], stretch[1] - stretch[0], _MS_ASYNC):  # does nothing, but fails where there is a hole
             outcome = Outcome.UNMAPPED if outcome is Outcome.DONE else outcome
             continue
-        if len(stretches) <= _MAX_HINTS:
+        if hinting:
             _madvise(stretch, _MADV_HUGEPAGE)
         if outcome not in _FINAL:
             done, problem = _collapse(stretch, page, deadline, populate=populate)
             huge += done
             outcome = outcome if problem is Outcome.DONE else problem
     return Advice(whole, huge, time.monotonic() - began, outcome)
+
+
+def _room_for_hints(count: int) -> bool:
+    """Whether so many hints leave the process enough mappings: each may cut one in three, and that is not undone."""
+    if count <= _FEW_HINTS:
+        return True
+    try:
+        with Path("/proc/self/maps").open("rb") as lines:
+            mappings = sum(1 for _ in lines)
+    except OSError:
+        return False
+    return mappings + 2 * count <= _MAX_MAPPINGS
 
 
 def _collapse(stretch: Range, page: int, deadline: Deadline, *, populate: bool) -> tuple[int, Outcome]:

@@ -47,6 +47,9 @@ for _call in (_sendmsg, _recvmsg):
     _call.restype = ctypes.c_ssize_t
     _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
 
+_recv = _libc.recv
+_recv.restype = ctypes.c_ssize_t
+_recv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _sendmmsg = _libc.sendmmsg
 _sendmmsg.restype = ctypes.c_int
 _sendmmsg.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, ctypes.c_int]
@@ -91,6 +94,11 @@ def send_messages(fd: int, headers: int, count: int, flags: int) -> int:
     On a stream that is many ``sendmsg`` in one call: the interpreter lock is taken back only once.
     """
     return _checked(_sendmmsg(fd, headers, count, flags), "sendmmsg")
+
+
+def receive(fd: int, address: int, size: int, flags: int) -> int:
+    """``recv``; unlike that of the socket module it does not begin anew, with its full timeout, after each signal."""
+    return _checked(_recv(fd, address, size, flags), "recv")
 
 
 def receive_iovecs(fd: int, iovecs: int, count: int, flags: int) -> int:

@@ -9,7 +9,6 @@ import abc
 import ctypes
 import select
 import struct
-import threading
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.memory import iovec, syscalls
@@ -44,15 +43,16 @@ def same_host(theirs: Identity, ours: Identity) -> bool:
     return bool(ours.boot_id) and theirs.boot_id == ours.boot_id
 
 
-class _Scratch(threading.local):
-    """Room for the iovecs of a small transfer, for each thread."""
+class _Scratch:
+    """Room for the iovecs of a small transfer."""
 
     def __init__(self) -> None:
         self.here, self.there = (ctypes.create_string_buffer(16 * FEW) for _ in range(2))
         self.here_at, self.there_at = (ctypes.c_void_p(ctypes.addressof(room)) for room in (self.here, self.there))
 
 
-_scratch: Final = _Scratch()
+_scratches: Final[list[_Scratch]] = []
+"""Free ones. Not one a thread: a signal handler may make a transfer in the middle of another."""
 _PACK_INTO: Final = [struct.Struct(f"{words}Q").pack_into for words in range(2 * FEW + 1)]
 _COUNTS: Final = [ctypes.c_ulong(count) for count in range(FEW + 1)]
 
@@ -214,11 +214,16 @@ class _OneCall(Shortcut):
             for near, far in sides:
                 ours += (near + near_at, size)
                 theirs += (far + far_at, size)
-        words, scratch = len(ours), _scratch
+        words = len(ours)
+        try:
+            scratch = _scratches.pop()
+        except IndexError:
+            scratch = _Scratch()
         pack_into, count = _PACK_INTO[words], _COUNTS[words // 2]
         pack_into(scratch.here, 0, *ours)
         pack_into(scratch.there, 0, *theirs)
         done = call(self._pid, scratch.here_at, count, scratch.there_at, count, _COUNTS[0])
+        _scratches.append(scratch)
         if done != size * words // 2 or vm.aborted:
             return False
         vm.check_alive()

@@ -102,17 +102,20 @@ class TcpPath(Path):
     @contextlib.contextmanager
     def _connection(self, op: Op, pool: AskerPool, deadline: Deadline) -> Iterator[Asker]:
         """A connection for one transfer; what goes wrong on it becomes the error of a path."""
-        asker = pool.take(deadline)
+        ticket = object()
+        asker: Asker | None = None
         try:
+            asker = pool.take(ticket, deadline)
             yield asker
         except BaseException as error:  # also Ctrl-C: when it gets to the caller, nothing moves any more
             cause: BaseException = error
             if isinstance(error, RequestRefusedError):
                 cause = error.error
-                asker.drain(deadline)
+                if asker is not None:
+                    asker.drain(deadline)
             elif isinstance(error, ProtocolError):
                 cause = ConnectionLostError(str(error))
-            if op is Op.WRITE and asker.under_way:
+            if op is Op.WRITE and asker is not None and asker.under_way:
                 # The peer may still be storing bytes that are on their way: wait until it has stopped.
                 asker.shut_down()
                 quiescent = self._context.fence([asker.number], Deadline.after(_FENCE_S))
@@ -125,7 +128,7 @@ class TcpPath(Path):
                 raise
             raise cause from error
         finally:
-            pool.give_back(asker)
+            pool.give_back(ticket)
 
     def _settle(self, deadline: Deadline) -> None:
         """Let nothing follow a failed write before the peer has stopped it: it would overwrite what comes later."""

@@ -138,63 +138,62 @@ def _milliseconds(deadline: Deadline) -> int:
 
 
 class AskerPool:
-    """A few connections to one peer, opened when needed and kept. Thread-safe."""
+    """A few connections to one peer, opened when needed and kept. Thread-safe.
+
+    Who uses one has a ticket, any object: Ctrl-C may come between any two steps, and must leave nothing behind that
+    ``give_back`` with the same ticket does not undo.
+    """
 
     def __init__(self, count: int, open_data: DataConnector) -> None:
         self._count = count
         self._open_data = open_data
         self._lock = threading.Condition()
         self._idle: list[Asker] = []
-        self._busy: set[Asker] = set()
-        self._opening = 0
+        self._used: dict[object, Asker | None] = {}
+        """By ticket; None while it is being opened."""
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._busy)
+        return len(self._idle) + len(self._used)
 
     def adopt(self, asker: Asker) -> None:
         """Add a connection."""
         self._idle.append(asker)
 
-    def take(self, deadline: Deadline) -> Asker:
-        """A connection for one transfer.
+    def take(self, ticket: object, deadline: Deadline) -> Asker:
+        """A connection for one transfer; ``give_back`` ends its use, also if this raises.
 
         Raises:
             PathError: none became free in time, or none can be opened.
         """
         with self._lock:
-            while not self._idle and len(self._busy) + self._opening >= self._count and not self._closed:
+            while len(self._used) >= self._count and not self._closed:
                 if not self._lock.wait(deadline.remaining()):
                     message = "the deadline passed while waiting for a free data connection"
                     raise PathTimeoutError(message)
-            if self._closed:
-                message = "the link was closed"
-                raise PeerGoneError(message)
-            if self._idle:
-                asker = self._idle.pop()
-                self._busy.add(asker)
-                return asker
-            self._opening += 1
-        # One was given up after an error; replace it.
-        try:
+            self._check_open()
+            self._used[ticket] = asker = self._idle.pop() if self._idle else None
+        if asker is None:  # one was given up after an error, or is needed for the first time
             asker = Asker(*self._open_data(1, deadline)[0])
-        finally:
             with self._lock:
-                self._opening -= 1
-                self._lock.notify()
-        with self._lock:
-            self._busy.add(asker)
+                self._used[ticket] = asker
+                self._check_open()
         return asker
 
-    def give_back(self, asker: Asker) -> None:
-        """End the use of a connection; one that is out of step is closed."""
+    def _check_open(self) -> None:
+        if self._closed:
+            message = "the link was closed"
+            raise PeerGoneError(message)
+
+    def give_back(self, ticket: object) -> None:
+        """End the use of a connection; one that is out of step is closed. Idempotent."""
+        asker = self._used.pop(ticket, None)  # first, and in one step
         with self._lock:
-            self._busy.discard(asker)
-            keep = not asker.under_way and not self._closed
-            if keep:
+            keep = asker is not None and not asker.under_way and not self._closed
+            if asker is not None and keep:
                 self._idle.append(asker)
             self._lock.notify()
-        if not keep:
+        if asker is not None and not keep:
             asker.sock.close()
 
     def close(self) -> None:
@@ -210,6 +209,7 @@ class AskerPool:
         """Make running transfers fail soon."""
         with self._lock:
             self._closed = True
-            for asker in self._busy:
-                asker.shut_down()
+            for asker in self._used.values():
+                if asker is not None:
+                    asker.shut_down()
             self._lock.notify_all()

@@ -71,9 +71,8 @@ class Stream:
         Raises:
             PathError: it could not all be sent; the connection is out of step and must be given up.
         """
-        self.limit(socket.SO_SNDTIMEO, deadline.remaining())
         try:
-            done = self.sock.send(data, socket.MSG_NOSIGNAL)
+            done = self.sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except BlockingIOError:
             done = 0
         except OSError as error:
@@ -118,13 +117,15 @@ class Stream:
         Raises:
             PathError: nothing came.
         """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(room))
         while True:
             self.limit(socket.SO_RCVTIMEO, deadline.remaining())
             try:
-                done = self.sock.recv_into(room)
-            except BlockingIOError as error:
+                done = syscalls.receive(self._fd, address, len(room), 0)
+            except (BlockingIOError, InterruptedError) as error:
                 if deadline.expired():
-                    raise translate(error, "before the first byte") from error
+                    message = "the deadline passed before the first byte"
+                    raise PathTimeoutError(message) from error
                 continue
             except OSError as error:
                 raise translate(error, "before the first byte") from error

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_SPANS: Final = 1 << 13
 """Spans of one request, and so the most tensors and the most runs; longer transfers are several requests."""
+MAX_TOTAL: Final = 1 << 30
+"""Bytes of one request."""
 MAX_REASON: Final = 4096
 ROW_BYTES: Final = 16
 
@@ -136,7 +138,7 @@ class Request(NamedTuple):
             message = f"a data request header has {REQUEST_BYTES} bytes, not {len(data)}"
             raise ProtocolError(message)
         magic, op, tensors, runs, timeout_ms, epoch, total = _REQUEST.unpack(data)
-        if magic != _MAGIC or op not in _OPS or not 0 < tensors * runs <= MAX_SPANS or total >= 1 << 63:
+        if magic != _MAGIC or op not in _OPS or not 0 < tensors * runs <= MAX_SPANS or total > MAX_TOTAL:
             message = f"malformed data request: {bytes(data)!r}"
             raise ProtocolError(message)
         return cls(_OPS[op], tensors, runs, epoch, total, timeout_ms)

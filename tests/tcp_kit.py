@@ -63,6 +63,7 @@ class Owner:
             copy_threads=2,
             open_data=open_data,
             fence=self._fence,
+            token=TOKEN,
         )
 
     def _fence(self, numbers: list[int], _deadline: Deadline) -> bool:

@@ -268,7 +268,7 @@ def test_a_connection_that_breaks_while_it_is_opened(replaced: bool) -> None:
         pool = AskerPool(1, open_data)
         try:
             with pytest.raises(PathError):
-                pool.take(soon()) if replaced else path.open(soon())
+                pool.take(object(), soon()) if replaced else path.open(soon())
             path.close()
             assert [sock.fileno() for sock in sockets] == [-1] * len(sockets)
         finally:

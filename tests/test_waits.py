@@ -357,19 +357,22 @@ def test_a_link_is_idle_when_that_is_said(link: Link) -> None:
     place = Place()
 
     def use() -> None:
+        ticket = object()
         try:
-            with link.transfer():
-                place.use()
+            link.begin(ticket)
+            place.use()
         except ChannelClosedError:
             pass
+        finally:
+            link.end(ticket)
 
     crowd = Crowd(use)
     for _ in range(ROUNDS):
         assert link.advance(LinkState.CLOSING)
         assert link.wait_idle(soon())
         place.freed = True
-        with pytest.raises(ChannelClosedError), link.transfer():
-            pass
+        with pytest.raises(ChannelClosedError):
+            link.begin(object())
         place.freed = False
         link.resume()
     crowd.end()
@@ -393,7 +396,7 @@ def test_when_idle_waits_for_those_that_run_and_for_no_others(link: Link) -> Non
     called: list[int] = []
     done = threading.Semaphore(0)
     for number in range(ROUNDS):
-        running = set(link._running)
+        running = set(link.running)
 
         def then(number: int = number, running: set[Any] = running) -> None:
             if not all(ticket.over for ticket in running):
@@ -420,9 +423,9 @@ def test_a_link_that_ends_while_a_transfer_begins(link: Link) -> None:
         link.when_idle(lambda: called.append(1))
         assert called == [1]
 
-    link._running = Turns(entering=go)
-    with pytest.raises(ChannelClosedError), link.transfer():
-        pytest.fail("it has begun")
+    link.running = Turns(entering=go)
+    with pytest.raises(ChannelClosedError):
+        link.begin(object())
     assert link.wait_idle(Deadline.after(0))
 
 
@@ -435,9 +438,10 @@ def test_a_wait_that_begins_while_a_transfer_ends(link: Link) -> None:
         link.when_idle(called.set)
         assert not called.is_set()
 
-    link._running = Turns(leaving=go)
-    with link.transfer():
-        pass
+    link.running = Turns(leaving=go)
+    ticket = object()
+    link.begin(ticket)
+    link.end(ticket)
     waiter.check()
     assert called.is_set()
 

@@ -59,7 +59,13 @@ class TcpPath(Path):
         Raises:
             PathError: the peer cannot be reached.
         """
-        askers = [Asker(number, sock) for number, sock in self._context.open_data(CONNECTIONS + 1, deadline)]
+        opened = self._context.open_data(CONNECTIONS + 1, deadline)
+        try:
+            askers = [Asker(number, sock) for number, sock in opened]
+        except PathError:
+            for _, sock in opened:
+                sock.close()
+            raise
         for asker in askers[1:]:
             self._large.adopt(asker)
         self._small.adopt(askers[0])

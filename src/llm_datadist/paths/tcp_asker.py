@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.paths.base import PathError, PathFaultError, PathTimeoutError, PeerGoneError
-from llm_datadist.paths.tcp_stream import Stream
+from llm_datadist.paths.tcp_stream import Stream, translate
 from llm_datadist.wire.data import REPLY_BYTES, Op, Reply, Request, Result, encode_few, encode_spans
 from llm_datadist.wire.framing import ProtocolError
 
@@ -58,9 +58,18 @@ class Asker:
     """
 
     def __init__(self, number: int, sock: socket.socket) -> None:
+        """Take it over.
+
+        Raises:
+            PathError: it is broken already; it has been closed.
+        """
         self.number = number
         self.sock = sock
-        self._stream = Stream(sock)
+        try:
+            self._stream = Stream(sock)
+        except OSError as error:
+            sock.close()
+            raise translate(error, "before the first byte") from error
         self._unsent = memoryview(b"")
         self.under_way = 0
         """Requests that are not answered yet."""
@@ -75,8 +84,12 @@ class Asker:
         data = memoryview(request.encode() + tables)
         self.under_way += 1
         if op is Op.READ:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 data = data[self.sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise translate(error, "before the first byte") from error
             self._unsent = data
             return
         self._stream.send_bytes(data, deadline)

@@ -5,7 +5,6 @@ Bytes go straight between the socket and up to 1024 memory ranges a system call,
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import math
@@ -46,14 +45,18 @@ class Stream:
     """One end of a data connection. For one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
+        """Tune it.
+
+        Raises:
+            OSError: it is broken already.
+        """
         self.sock = sock
         self._fd = sock.fileno()
         self._limits: dict[int, float] = {}
-        with contextlib.suppress(OSError):  # the peer has closed it already: whoever uses it will find out
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if sock.getsockname()[0] == sock.getpeername()[0]:
-                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    sock.setsockopt(socket.SOL_SOCKET, option, SAME_HOST_BUFFER_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, SAME_HOST_BUFFER_BYTES)
 
     def limit(self, option: int, seconds: float) -> None:
         """Let blocking calls end after about as long, never longer; ``option`` is SO_RCVTIMEO or SO_SNDTIMEO.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 
 from few_kit import (
@@ -32,7 +35,7 @@ from few_kit import (
     watch,
     with_caches,
 )
-from llm_datadist import LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMStatusCode
 from llm_datadist.engine.link import Link
 from llm_datadist.memory import syscalls
 from peers import TIMEOUT_S, Node, Peer, Peers
@@ -374,3 +377,64 @@ def test_a_deadline_that_has_passed(peers: Peers, path: str) -> None:
 def set_timeout(node: Node, seconds: float) -> None:
     """In the child: the deadline of the transfers that begin from now on."""
     node.manager._engine._timeout_s = seconds
+
+
+def register_pages(node: Node, name: str) -> None:
+    """In the child: a cache in pages of its own, which can be made inaccessible."""
+    pages = mmap.mmap(-1, TENSORS * mmap.PAGESIZE)
+    base = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+    addrs = [base + n * mmap.PAGESIZE for n in range(TENSORS)]
+    desc = CacheDesc(TENSORS, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8)
+    key = BlocksCacheKey(node.datadist.cluster_id, MODELS[name])
+    node.caches[name] = node.manager.register_blocks_cache(desc, addrs, key)
+    node.extra[name] = pages, base
+
+
+def protect(node: Node, name: str, protection: int) -> None:
+    """In the child: ``mprotect`` of all pages of such a cache."""
+    pages, base = node.extra[name]
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert mprotect(base, len(pages), protection) == 0
+
+
+@all_paths
+@both_methods
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_memory_that_cannot_be_accessed_any_more(peers: Peers, path: str, method: str, where: str) -> None:
+    """An error as from a first transfer, no crash; and when it can be accessed again everything works."""
+    client, server = make_pair(peers, path)
+    theirs, ours = sides_of(method)
+    client.call(register_pages, ours)
+    server.call(register_pages, theirs)
+    assert [client.call(attempt, method, 2, [1], [2]) for _ in range(2)] == [LONG, SHORT]
+    owner, name = (client, ours) if where == "here" else (server, theirs)
+    owner.call(protect, name, 0)
+    for forbid in (True, False, False):
+        outcome = client.call(attempt, method, 2, [1], [2], forbid=forbid)
+        assert (outcome.error, outcome.status) == ("LLMException", LLMStatusCode.LLM_FAILED)
+        assert "mapped" in outcome.text
+    owner.call(protect, name, mmap.PROT_READ | mmap.PROT_WRITE)
+    assert client.call(attempt, method, 2, [1], [2]) in (LONG, SHORT)
+    assert client.call(attempt, method, 2, [1], [2]) == SHORT
+
+
+CYCLES = 50
+
+
+@all_paths
+def test_pairings_of_caches_that_are_gone_are_not_kept(peers: Peers, path: str) -> None:
+    """A link may live for weeks, and caches come and go."""
+    client, server = make_pair(peers, path)
+    for side in (client, server):
+        start = client.call(pairings)
+        for _ in range(CYCLES):
+            name = TARGET if side is client else SOURCE
+            side.call("register_blocks", name, TENSORS, BLOCKS, BLOCK_BYTES, model_id=MODELS[name])
+            assert client.call(attempt, "pull_blocks", 2, [1], [2]) == LONG
+        assert client.call(pairings) < start + CYCLES // 2
+
+
+def pairings(node: Node) -> int:
+    """In the child: how many are known."""
+    return len(node.manager._engine._links.peek(2).pairings)

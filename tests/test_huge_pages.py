@@ -140,7 +140,8 @@ def test_without_time_there_is_only_the_hint(memory: Paged) -> None:
 def test_no_hints_where_they_could_exhaust_the_mappings_of_a_process(
     memory: Paged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huge_pages, "_MAX_HINTS", 1)
+    monkeypatch.setattr(huge_pages, "_FEW_HINTS", 1)
+    monkeypatch.setattr(huge_pages, "_MAX_MAPPINGS", 3)
     advise([(memory.start, memory.start + 2 * PAGE), (memory.start + 3 * PAGE, memory.end)])
     assert memory.hinted == 0
 

@@ -381,9 +381,10 @@ def set_timeout(node: Node, seconds: float) -> None:
 
 def register_pages(node: Node, name: str) -> None:
     """In the child: a cache in pages of its own, which can be made inaccessible."""
-    pages = mmap.mmap(-1, TENSORS * mmap.PAGESIZE)
+    size = -(-BLOCKS * BLOCK_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, TENSORS * size)
     base = np.frombuffer(pages, dtype=np.uint8).ctypes.data
-    addrs = [base + n * mmap.PAGESIZE for n in range(TENSORS)]
+    addrs = [base + n * size for n in range(TENSORS)]
     desc = CacheDesc(TENSORS, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8)
     key = BlocksCacheKey(node.datadist.cluster_id, MODELS[name])
     node.caches[name] = node.manager.register_blocks_cache(desc, addrs, key)

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.engine.errors import path_failure
+from llm_datadist.engine.requests import BlocksKey, IdKey
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.net.channel import ChannelClosedError
 from llm_datadist.paths.base import FEW, OutOfReachError, PathDeniedError, PathError, TensorPairs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.link import PeerLink
     from llm_datadist.engine.network import Links
     from llm_datadist.engine.peer_catalogue import PeerCache
+    from llm_datadist.engine.requests import Key
     from llm_datadist.paths.base import Path, Shortcut
     from llm_datadist.utils.deadline import Deadline
 
@@ -59,6 +61,13 @@ class Pairing(NamedTuple):
         return count == 1 or len(set(local_ids if pull else remote_ids)) == count
 
 
+def few_name(key: Key) -> int | None:
+    """What a pairing is kept under: a model id, or the complement of a cache id of the peer; None for other keys."""
+    if isinstance(key, BlocksKey):
+        return key.model_id
+    return ~key.cache_id if isinstance(key, IdKey) and key.cache_id > 0 else None
+
+
 class FewTransfers:
     """Runs small block transfers of one engine between caches that are known to fit. Thread-safe."""
 
@@ -69,10 +78,10 @@ class FewTransfers:
         self._own_id = core.identity.cluster_id
 
     @staticmethod
-    def remember(link: PeerLink, path: Path, model_id: int, local: CacheEntry, remote: PeerCache, epoch: int) -> None:
+    def remember(link: PeerLink, path: Path, name: int, local: CacheEntry, remote: PeerCache, epoch: int) -> None:
         """Keep what a successful transfer has found out, if both are blocks caches that fit each other as a whole."""
         tensors = len(local.addrs)
-        known = link.pairings.get((model_id, local.cache_id))
+        known = link.pairings.get((name, local.cache_id))
         if known is not None and known.path is path and known.epoch == epoch:
             return
         blocks = local.has_blocks and remote.has_blocks and local.geometry.stride == remote.geometry.stride
@@ -83,7 +92,7 @@ class FewTransfers:
             shortcut = path.shortcut(pairs)
         except (RegionError, OutOfReachError):  # unregistered meanwhile, or only the tensors that were moved are
             return
-        link.pairings[model_id, local.cache_id] = Pairing(
+        link.pairings[name, local.cache_id] = Pairing(
             local,
             path,
             shortcut,
@@ -98,37 +107,37 @@ class FewTransfers:
     def pull(
         self,
         cluster_id: int,
-        model_id: int,
+        name: int,
         cache_id: int,
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         deadline: Deadline,
     ) -> bool:
-        """``pull_blocks`` from the blocks cache of a model at a peer, all tensors; False if it must go the long way.
+        """``pull_blocks`` from a peer's blocks cache (``few_name``), all tensors; False if it must go the long way.
 
         Raises:
             LLMException: the transfer failed.
         """
         if cluster_id == self._own_id:
             return False
-        return self._transfer(cluster_id, model_id, cache_id, local_ids, remote_ids, deadline, pull=True)
+        return self._transfer(cluster_id, name, cache_id, local_ids, remote_ids, deadline, pull=True)
 
     def push(
         self,
         cluster_id: int,
-        model_id: int,
+        name: int,
         cache_id: int,
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         deadline: Deadline,
     ) -> bool:
         """``push_blocks`` of all tensors, two a layer, as ``pull``."""
-        return self._transfer(cluster_id, model_id, cache_id, local_ids, remote_ids, deadline, pull=False)
+        return self._transfer(cluster_id, name, cache_id, local_ids, remote_ids, deadline, pull=False)
 
     def _transfer(
         self,
         cluster_id: int,
-        model_id: int,
+        name: int,
         cache_id: int,
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
@@ -139,21 +148,21 @@ class FewTransfers:
         link = self._links.peek(cluster_id)
         if link is None or os.getpid() != self._pid:
             return False
-        pairing = link.pairings.get((model_id, cache_id))
+        pairing = link.pairings.get((name, cache_id))
         if pairing is None or not pairing.fits(local_ids, remote_ids, pull=pull):
             return False
         local, shortcut = pairing.local, pairing.shortcut
         ticket = deadline  # an object that no other transfer has
         try:
             if not self._catalogue.hold(local, ticket):
-                link.pairings.pop((model_id, cache_id), None)
+                link.pairings.pop((name, cache_id), None)
                 return False
             link.begin(ticket)
             if not link.uses(pairing.path):
                 return False
             (shortcut.read if pull else shortcut.write)(pairing.block_bytes, local_ids, remote_ids, deadline)
         except (RegionError, PathDeniedError):
-            link.pairings.pop((model_id, cache_id), None)
+            link.pairings.pop((name, cache_id), None)
             return False
         except (PathError, ChannelClosedError) as error:
             operation = "pull_blocks" if pull else "push_blocks"

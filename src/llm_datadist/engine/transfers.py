@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import numpy as np
 
 from llm_datadist.engine.errors import failure, invalid, path_failure, transfer_failure
-from llm_datadist.engine.few import FewTransfers
+from llm_datadist.engine.few import FewTransfers, few_name
 from llm_datadist.engine.peer_catalogue import peer_cache
 from llm_datadist.engine.planning import (
     BlockIds,
@@ -169,8 +169,9 @@ class Transfers:
                         raise invalid(request.operation, str(error), peer=request.cluster_id) from error
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
-                if isinstance(key, BlocksKey):
-                    FewTransfers.remember(link, path, key.model_id, local, remote, catalogue.epoch)
+                name = few_name(key)
+                if name is not None and request.src_blocks is not None and request.dst_blocks is not None:
+                    FewTransfers.remember(link, path, name, local, remote, catalogue.epoch)
                 return
             old, refreshed = catalogue, True
             catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))

@@ -259,18 +259,24 @@ class NativeEngine:
         selections.check_ranges(src_range, dst_range, per_layer, equal=False)
         selections.check_block_lists(src_blocks, dst_blocks)
         src_layers, dst_layers = selections.layers(src_range, dst_range) or (None, None)
+        outof, into = selections.block_ids(src_blocks), selections.block_ids(dst_blocks)
+        deadline = engine.deadline()
+        few = src_layers is None and remote_id > 0
+        if few and engine.few.pull(cluster_id, ~remote_id, cache_id, into, outof, deadline):
+            return
         engine.pull(
             PullRequest(
                 "PullKvBlocks",
                 cluster_id,
                 IdKey(remote_id) if remote_id > 0 else RequestKey(0, 0),
                 cache_id,
-                src_blocks=selections.block_ids(src_blocks),
-                dst_blocks=selections.block_ids(dst_blocks),
+                src_blocks=outof,
+                dst_blocks=into,
                 src_layers=src_layers,
                 dst_layers=dst_layers,
                 tensors_per_layer=per_layer,
-            )
+            ),
+            deadline,
         )
 
     @status("PushKvCache")

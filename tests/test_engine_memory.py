@@ -48,7 +48,7 @@ def test_two_deallocations_at_once_free_the_memory_once(engine: Engine) -> None:
     for thread in threads:
         thread.start()
     until = time.monotonic() + TIMEOUT_S
-    while len(catalogue._lock._waiters) < 2:  # type: ignore[attr-defined]
+    while len(catalogue._changed._waiters) < 2:  # type: ignore[attr-defined]
         assert time.monotonic() < until
     catalogue.unpin(held)
     for thread in threads:

@@ -184,7 +184,7 @@ def test_a_region_that_goes_while_a_lease_begins(table: RegionTable) -> None:
 def test_a_wait_that_begins_while_a_lease_ends(table: RegionTable, everything: bool) -> None:
     region = table.add(4096, 64)
     waiter = Waiter(
-        table.wait_idle if everything else lambda deadline: table.wait_unused([region], deadline), table._lock
+        table.wait_idle if everything else lambda deadline: table.wait_unused([region], deadline), table._changed
     )
     table._leases = Leases(leaving=waiter.start)
     with table.lease([region]):
@@ -310,7 +310,7 @@ def test_a_cache_that_goes_while_it_is_taken_hold_of(table: RegionTable) -> None
 def test_a_cache_that_goes_while_it_is_let_go(table: RegionTable) -> None:
     catalogue = Catalogue(table)
     entry = add(catalogue)
-    waiter = Waiter(lambda deadline: catalogue.wait_unpinned_after_hiding(entry, deadline), catalogue._lock)
+    waiter = Waiter(lambda deadline: catalogue.wait_unpinned_after_hiding(entry, deadline), catalogue._changed)
     entry.holders = Turns(leaving=waiter.start)
     ticket = object()
     assert catalogue.hold(entry, ticket)
@@ -431,7 +431,7 @@ def test_a_link_that_ends_while_a_transfer_begins(link: Link) -> None:
 
 def test_a_wait_that_begins_while_a_transfer_ends(link: Link) -> None:
     called = threading.Event()
-    waiter = Waiter(link.wait_idle, link._lock)
+    waiter = Waiter(link.wait_idle, link._changed)
 
     def go() -> None:
         waiter.start()

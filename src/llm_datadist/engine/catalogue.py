@@ -84,7 +84,8 @@ class Catalogue:
     def __init__(self, regions: RegionTable, *, one_sided: bool = True) -> None:
         self._regions = regions
         self._one_sided = one_sided
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._next_id = 1
         self._entries: dict[int, CacheEntry] = {}
         self._keys: dict[EntryKey, tuple[CacheEntry, int]] = {}
@@ -166,7 +167,7 @@ class Catalogue:
         """End one hold of a transfer."""
         with self._lock:
             entry.pins -= 1
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def hold(self, entry: CacheEntry, holder: object) -> bool:
         """``pin`` a cache that is known already; False if it must not be used any more.
@@ -184,7 +185,7 @@ class Catalogue:
         entry.holders.discard(holder)
         if entry.hidden:
             with self._lock:
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def find(self, ref: messages.KeyRef) -> tuple[CacheEntry, int, RequestKey | None]:
         """What a peer names in message mode: pinned entry, batch index, and the key that a successful pull releases.
@@ -285,7 +286,7 @@ class Catalogue:
                 del self._blocks[model_id]
             self._snapshot = None
             self._regions.invalidate()  # from here on peers must find a newer cache of the same name, or none
-            return self._lock.wait_for(lambda: not entry.pins and not entry.holders, deadline.remaining())
+            return self._changed.wait_for(lambda: not entry.pins and not entry.holders, deadline.remaining())
 
     def forget(self, entry: CacheEntry) -> bool:
         """Drop a hidden cache for good; True for the one caller that did it, who may free its memory."""

@@ -196,7 +196,8 @@ class Link(PeerLink):
         """Numbers for the data connections that this side opens."""
         self._arrivals: queue.SimpleQueue[tuple[int, socket.socket] | None] = queue.SimpleQueue()
         self._route: Route | None = None
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiters = 0
         """Threads that wait for it to become idle."""
         self._state = LinkState.CONNECTING
@@ -213,7 +214,7 @@ class Link(PeerLink):
             if state.value <= self._state.value:
                 return False
             self._state = state
-            self._lock.notify_all()
+            self._changed.notify_all()
         if state is not LinkState.LINKED:
             self._arrivals.put(None)  # nobody need wait for data connections any more
         log.info("link to cluster %d: %s", self.cluster_id, state.name)
@@ -279,7 +280,7 @@ class Link(PeerLink):
             waiting = [(tickets & self.running, then) for tickets, then in self._waiting]
             due = [then for tickets, then in waiting if not tickets]
             self._waiting = [item for item in waiting if item[0]]
-            self._lock.notify_all()
+            self._changed.notify_all()
         for then in due:
             then()
 
@@ -294,7 +295,7 @@ class Link(PeerLink):
         with self._lock:
             self._waiters += 1
             try:
-                return self._lock.wait_for(lambda: not self.running, deadline.remaining())
+                return self._changed.wait_for(lambda: not self.running, deadline.remaining())
             finally:
                 self._waiters -= 1
 
@@ -320,7 +321,7 @@ class Link(PeerLink):
         """See ``PeerLink.ends``."""
         moment = min(deadline.remaining(), _MOMENT_S)
         with self._lock:
-            return self._lock.wait_for(lambda: self._state is not LinkState.LINKED, moment)
+            return self._changed.wait_for(lambda: self._state is not LinkState.LINKED, moment)
 
     def request(self, body: Body, deadline: Deadline) -> Body:
         """See ``PeerLink.request``."""

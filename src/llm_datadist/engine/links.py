@@ -313,12 +313,16 @@ class LinkEnder:
             self.force(link, deadline)
 
     def force(self, link: Link, deadline: Deadline) -> None:
-        """End this side; the peer is told, but not waited for. Running transfers may finish until the deadline."""
+        """End this side; the peer is told, but not waited for. Running transfers may finish until the deadline.
+
+        The peer is told after that: it gives up its end of the data connections, and what was under way to it would fail
+        without anybody knowing how far it came.
+        """
         link.advance(LinkState.CLOSING)
-        link.notify(messages.Bye(reason="unlinked by force"))
         if not link.wait_idle(deadline):
             link.abort_transfers()
             link.wait_idle(Deadline.after(_ABORT_S))
+        link.notify(messages.Bye(reason="unlinked by force"))
         self._fade(link, "unlinked by force")
 
     def retire(self, link: Link) -> None:

@@ -95,7 +95,10 @@ class Transfers:
             else:
                 self._with_lookup(request, link, spans, deadline)
         finally:
-            self._let_go(local, deadline)
+            try:
+                local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
+            finally:
+                self._core.catalogue.let_go(local, deadline)
 
     def push(self, request: PushRequest, deadline: Deadline) -> None:
         """Copy from a local cache to a peer; the bytes are in place *there* when it returns.
@@ -119,7 +122,10 @@ class Transfers:
 
             self._with_catalogue(request, request.key, link, local, spans, deadline, pull=False)
         finally:
-            self._let_go(local, deadline)
+            try:
+                local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
+            finally:
+                self._core.catalogue.let_go(local, deadline)
 
     def _local(self, request: PullRequest | PushRequest) -> CacheEntry:
         entry = self._core.catalogue.get(request.cache_id)
@@ -131,13 +137,6 @@ class Transfers:
         """Hold a cache for this call, whose deadline, an object that no other call has, is its ticket."""
         if not self._core.catalogue.hold(local, deadline):
             raise missing(request, f"there is no local cache {local.cache_id}")
-
-    def _let_go(self, local: CacheEntry, deadline: Deadline) -> None:
-        """Undo ``_hold``; as for ``PeerLink.end``, Ctrl-C may come between any two steps."""
-        try:
-            local.holders.discard(deadline)
-        finally:
-            self._core.catalogue.let_go(local, deadline)
 
     def _with_catalogue(
         self,

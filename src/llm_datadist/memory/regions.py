@@ -67,7 +67,8 @@ class RegionTable:
     """The regions of one engine; thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, _TABLE_BYTES)
         self._map = mmap.mmap(self._fd, _TABLE_BYTES)
@@ -176,7 +177,7 @@ class RegionTable:
             del self._leases[lease]
             if self._waiters:
                 with self._lock:
-                    self._lock.notify_all()
+                    self._changed.notify_all()
 
     def wait_unused(self, regions: Iterable[int], deadline: Deadline) -> bool:
         """Wait until no lease on these regions is left; whether that happened in time."""
@@ -191,7 +192,7 @@ class RegionTable:
         with self._lock:
             self._waiters += 1
             try:
-                return self._lock.wait_for(condition, deadline.remaining())
+                return self._changed.wait_for(condition, deadline.remaining())
             finally:
                 self._waiters -= 1
 

@@ -28,13 +28,15 @@ class Workers:
         """Threads without a task, less tasks without a thread."""
         self._closed = False
 
-    def submit(self, work: Callable[[], object]) -> Future[object]:
+    def submit(self, work: Callable[[], object], future: Future[object] | None = None) -> Future[object]:
         """Run ``work`` on a worker.
+
+        Who must not lose it, whatever interrupts this call, gives the future: it can be cancelled, or has been begun.
 
         Raises:
             CancelledError: the pool is closed, or no thread can be started.
         """
-        future: Future[object] = Future()
+        future = future or Future()
         with self._lock:
             if self._closed:
                 message = "the workers are closed"

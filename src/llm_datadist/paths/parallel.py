@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 from llm_datadist.paths.base import PathTimeoutError, PeerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from llm_datadist.net.workers import Workers
     from llm_datadist.utils.deadline import Deadline
@@ -58,27 +57,49 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
             raise
 
     errors: list[BaseException] = []
-    futures: list[Future[object]] = []
+    # Made beforehand: one that was handed over is never lost, even if Ctrl-C comes at that very moment.
+    futures: list[Future[object]] = [Future() for _ in parts[1:]]
     try:
-        # Extended one by one: those that have been started are waited for even if the next one cannot be.
-        futures.extend(workers.submit(functools.partial(guarded, part)) for part in parts[1:])
-        guarded(parts[0])
-        for future, part in zip(futures, parts[1:], strict=True):
-            if future.cancel():  # all workers are busy, perhaps with a peer that is stalled
-                guarded(part)
-    except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
-        checkpoint.stop()
-        errors.append(error)
-    for future in futures:
-        if not future.cancel():
-            _collect(future, errors, checkpoint)
-    real = [error for error in errors if not isinstance(error, StoppedError)]
-    if not real:
-        return
-    if isinstance(real[0], CancelledError):
-        message = "the engine was finalized during the transfer"
-        raise PeerGoneError(message) from real[0]
-    raise real[0]
+        try:
+            for future, part in zip(futures, parts[1:], strict=True):
+                workers.submit(functools.partial(guarded, part), future)
+            guarded(parts[0])
+            for future, part in zip(futures, parts[1:], strict=True):
+                if future.cancel():  # all workers are busy, perhaps with a peer that is stalled
+                    guarded(part)
+        except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
+            checkpoint.stop()
+            errors.append(error)
+    finally:  # whatever comes in the middle of that
+        _collect_all(futures, errors, checkpoint)
+    _raise_first(errors)
+
+
+def _raise_first(errors: list[BaseException]) -> None:
+    try:
+        real = next((error for error in errors if not isinstance(error, StoppedError)), None)
+        if isinstance(real, CancelledError):
+            message = "the engine was finalized during the transfer"
+            raise PeerGoneError(message) from real
+        if real is not None:
+            raise real
+    finally:
+        errors.clear()  # or they would keep the frames alive from which they come, and these them
+        real = None
+
+
+def _collect_all(futures: list[Future[object]], errors: list[BaseException], checkpoint: Checkpoint) -> None:
+    """Cancel the parts that have not begun and wait for the others to end."""
+    while True:
+        try:
+            for future in futures:
+                if not future.cancel():
+                    _collect(future, errors, checkpoint)
+        except KeyboardInterrupt as interrupt:
+            checkpoint.stop()
+            errors.insert(0, interrupt)
+        else:
+            return
 
 
 def _collect(future: Future[object], errors: list[BaseException], checkpoint: Checkpoint) -> None:

@@ -5,7 +5,6 @@ Bytes go straight between sockets and registered memory, without staging copies.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +25,7 @@ from llm_datadist.wire.data import MAX_SPANS, Op
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llm_datadist.layout.spans import Spans
     from llm_datadist.paths.base import Context, Peer, TensorPairs
@@ -93,8 +92,7 @@ class TcpPath(Path):
 
         def work() -> None:
             requests = (spans[part] for part in parts)  # shared: each connection takes the next one
-            with self._connection(op, pool, deadline) as asker:
-                _pipeline(asker, op, requests, deadline, epoch, checkpoint)
+            self._use(op, pool, deadline, lambda asker: _pipeline(asker, op, requests, deadline, epoch, checkpoint))
 
         run([work] * count, self._context.copiers, checkpoint)
 
@@ -102,17 +100,15 @@ class TcpPath(Path):
         """One request and its reply, without arrays."""
         if self._unfenced:
             self._settle(deadline)
-        with self._connection(op, self._small, deadline) as asker:
-            asker.exchange_few(op, few, deadline)
+        self._use(op, self._small, deadline, lambda asker: asker.exchange_few(op, few, deadline))
 
-    @contextlib.contextmanager
-    def _connection(self, op: Op, pool: AskerPool, deadline: Deadline) -> Iterator[Asker]:
-        """A connection for one transfer; what goes wrong on it becomes the error of a path."""
+    def _use(self, op: Op, pool: AskerPool, deadline: Deadline, use: Callable[[Asker], None]) -> None:
+        """Use a connection for one transfer; what goes wrong on it becomes the error of a path."""
         ticket = object()
         asker: Asker | None = None
         try:
             asker = pool.take(ticket, deadline)
-            yield asker
+            use(asker)
         except BaseException as error:  # also Ctrl-C: when it gets to the caller, nothing moves any more
             cause: BaseException = error
             if isinstance(error, RequestRefusedError):
@@ -134,7 +130,10 @@ class TcpPath(Path):
                 raise
             raise cause from error
         finally:
-            pool.give_back(ticket)
+            try:
+                pool.used.pop(ticket, None)  # in one step: Ctrl-C may come between any two
+            finally:
+                pool.give_back(asker)
 
     def _settle(self, deadline: Deadline) -> None:
         """Let nothing follow a failed write before the peer has stopped it: it would overwrite what comes later."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llm_datadist.paths.base import DataConnector, TensorPairs
     from llm_datadist.utils.deadline import Deadline
 
+_SLICE_S: Final = 0.5
 _LONGEST_MS: Final = 2**32 - 1
 _REFUSALS: Final[dict[Result, type[RegionError | PathFaultError]]] = {
     Result.STALE: StaleEpochError,
@@ -153,43 +154,46 @@ def _milliseconds(deadline: Deadline) -> int:
 class AskerPool:
     """A few connections to one peer, opened when needed and kept. Thread-safe.
 
-    Who uses one has a ticket, any object: Ctrl-C may come between any two steps, and must leave nothing behind that
-    ``give_back`` with the same ticket does not undo.
+    Who uses one has a ticket, any object. To end the use, also if ``take`` has raised, first take the ticket out of
+    ``used``, and see to it that ``give_back`` is called whatever happens: Ctrl-C may come between any two steps of
+    Python, but not within the one that takes it out.
     """
 
     def __init__(self, count: int, open_data: DataConnector) -> None:
         self._count = count
         self._open_data = open_data
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._idle: list[Asker] = []
-        self._used: dict[object, Asker | None] = {}
+        self.used: dict[object, Asker | None] = {}
         """By ticket; None while it is being opened."""
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._used)
+        return len(self._idle) + len(self.used)
 
     def adopt(self, asker: Asker) -> None:
         """Add a connection."""
         self._idle.append(asker)
 
     def take(self, ticket: object, deadline: Deadline) -> Asker:
-        """A connection for one transfer; ``give_back`` ends its use, also if this raises.
+        """A connection for one transfer.
 
         Raises:
             PathError: none became free in time, or none can be opened.
         """
         with self._lock:
-            while len(self._used) >= self._count and not self._closed:
-                if not self._lock.wait(deadline.remaining()):
+            while len(self.used) >= self._count and not self._closed:
+                # In slices: who has given one back may have been interrupted before it could say so.
+                if not self._changed.wait(min(deadline.remaining(), _SLICE_S)) and deadline.expired():
                     message = "the deadline passed while waiting for a free data connection"
                     raise PathTimeoutError(message)
             self._check_open()
-            self._used[ticket] = asker = self._idle.pop() if self._idle else None
+            self.used[ticket] = asker = self._idle.pop() if self._idle else None
         if asker is None:  # one was given up after an error, or is needed for the first time
             asker = Asker(*self._open_data(1, deadline)[0])
             with self._lock:
-                self._used[ticket] = asker
+                self.used[ticket] = asker
                 self._check_open()
         return asker
 
@@ -198,14 +202,13 @@ class AskerPool:
             message = "the link was closed"
             raise PeerGoneError(message)
 
-    def give_back(self, ticket: object) -> None:
-        """End the use of a connection; one that is out of step is closed. Idempotent."""
-        asker = self._used.pop(ticket, None)  # first, and in one step
+    def give_back(self, asker: Asker | None) -> None:
+        """Keep a connection that is not used any more; one that is out of step is closed."""
         with self._lock:
             keep = asker is not None and not asker.under_way and not self._closed
             if asker is not None and keep:
                 self._idle.append(asker)
-            self._lock.notify()
+            self._changed.notify()
         if asker is not None and not keep:
             asker.sock.close()
 
@@ -214,7 +217,7 @@ class AskerPool:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            self._lock.notify_all()
+            self._changed.notify_all()
         for asker in idle:
             asker.sock.close()
 
@@ -222,7 +225,7 @@ class AskerPool:
         """Make running transfers fail soon."""
         with self._lock:
             self._closed = True
-            for asker in self._used.values():
+            for asker in self.used.values():
                 if asker is not None:
                     asker.shut_down()
-            self._lock.notify_all()
+            self._changed.notify_all()

@@ -37,8 +37,6 @@ _REQUEST: Final = struct.Struct("<IHHIIQQ")
 _REPLY: Final = struct.Struct("<IHHI")
 _GREETING: Final = struct.Struct("<16sQB7x")
 REQUEST_BYTES: Final = _REQUEST.size
-MAX_REQUEST_BYTES: Final = REQUEST_BYTES + ROW_BYTES * (MAX_SPANS + 1)
-"""Header and tables."""
 REPLY_BYTES: Final = _REPLY.size
 GREETING_BYTES: Final = _GREETING.size
 

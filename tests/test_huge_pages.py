@@ -137,13 +137,30 @@ def test_without_time_there_is_only_the_hint(memory: Paged) -> None:
     assert (memory.huge, memory.hinted) == (0, 6 * PAGE)
 
 
+def mappings() -> int:
+    return MAPS.read_text().count("\n")
+
+
+@pytest.mark.parametrize(("few", "most", "hinted"), [(1, 0, 0), (2, 0, 5), (1, 1 << 20, 5)])
 def test_no_hints_where_they_could_exhaust_the_mappings_of_a_process(
-    memory: Paged, monkeypatch: pytest.MonkeyPatch
+    memory: Paged, monkeypatch: pytest.MonkeyPatch, few: int, most: int, hinted: int
 ) -> None:
+    """Two hints: given if two are few, or if there is room for more mappings."""
+    monkeypatch.setattr(huge_pages, "_FEW_HINTS", few)
+    monkeypatch.setattr(huge_pages, "_MAX_MAPPINGS", most)
+    advise([(memory.start, memory.start + 2 * PAGE), (memory.start + 3 * PAGE, memory.end)], budget_s=0)
+    assert memory.hinted == hinted * PAGE
+
+
+def test_hints_of_many_calls_stop_in_time(memory: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Paged(40, filled=False)
+    most = mappings() + 20
     monkeypatch.setattr(huge_pages, "_FEW_HINTS", 1)
-    monkeypatch.setattr(huge_pages, "_MAX_MAPPINGS", 3)
-    advise([(memory.start, memory.start + 2 * PAGE), (memory.start + 3 * PAGE, memory.end)])
-    assert memory.hinted == 0
+    monkeypatch.setattr(huge_pages, "_MAX_MAPPINGS", most)
+    for start in range(many.start, many.end, 4 * PAGE):
+        advise([(start, start + PAGE), (start + 2 * PAGE, start + 3 * PAGE)], budget_s=0)
+    assert 0 < many.hinted < 20 * PAGE
+    assert mappings() <= most
 
 
 def test_without_free_huge_pages_it_gives_up_and_hints(memory: Paged, monkeypatch: pytest.MonkeyPatch) -> None:

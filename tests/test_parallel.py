@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist.net.workers import Workers
+from llm_datadist.paths import parallel
 from llm_datadist.paths.base import PathTimeoutError, PeerGoneError
 from llm_datadist.paths.parallel import Checkpoint, StoppedError, run
 from llm_datadist.utils.deadline import Deadline
@@ -199,38 +200,34 @@ def test_parts_that_no_worker_takes_are_done_by_the_caller(checkpoint: Checkpoin
     assert sorted(ended) == ["busy", "waiting"]
 
 
-class InterruptedFuture:
-    """A future whose waiter is interrupted by Ctrl-C twice before it ends."""
+class InterruptedFuture(Future[object]):
+    """A future that has begun, as it says, and whose waiter is interrupted by Ctrl-C twice before it ends."""
 
-    def __init__(self, future: Future[object], interrupts: int) -> None:
-        self._future = future
-        self._interrupts = interrupts
+    interrupts = 2
 
     def cancel(self) -> bool:
         return False
 
-    def exception(self) -> BaseException | None:
-        if self._interrupts:
-            self._interrupts -= 1
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        del timeout
+        if self.interrupts:
+            self.interrupts -= 1
             raise KeyboardInterrupt
-        return self._future.exception(WAIT_S)
+        return super().exception(WAIT_S)
 
 
-def test_ctrl_c_while_waiting_is_raised_after_all_parts_have_ended(workers: Workers, checkpoint: Checkpoint) -> None:
+def test_ctrl_c_while_waiting_is_raised_after_all_parts_have_ended(
+    workers: Workers, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
-
-    class Interrupted:
-        @staticmethod
-        def submit(work: Callable[[], object]) -> Any:
-            return InterruptedFuture(workers.submit(work), 2)
-
+    monkeypatch.setattr(parallel, "Future", InterruptedFuture)
     parts: list[Callable[[], object]] = [
         lambda: None,
         lambda: until_stopped(checkpoint, ended, "a"),
         lambda: until_stopped(checkpoint, ended, "b"),
     ]
     with pytest.raises(KeyboardInterrupt):
-        run(parts, Interrupted, checkpoint)  # type: ignore[arg-type]
+        run(parts, workers, checkpoint)
     assert sorted(ended) == ["a", "b"]
     with pytest.raises(StoppedError):
         checkpoint()

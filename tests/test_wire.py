@@ -28,7 +28,7 @@ from llm_datadist.wire.framing import (
 )
 
 USUAL = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-U32_MAX, I64_MAX, U64_MAX = 2**32 - 1, 2**63 - 1, 2**64 - 1
+U32_MAX, U64_MAX = 2**32 - 1, 2**64 - 1
 
 
 # Preamble

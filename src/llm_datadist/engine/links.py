@@ -41,7 +41,8 @@ class LinkTable:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
         self._links: dict[int, Link] = {}
         self._attempts: set[int] = set()
         self._lost: OrderedDict[int, str] = OrderedDict()
@@ -49,7 +50,7 @@ class LinkTable:
 
     def get(self, cluster_id: int) -> Link | None:
         """The live link to a cluster."""
-        with self.changed:
+        with self._lock:
             return self._links.get(cluster_id)
 
     def peek(self, cluster_id: int) -> PeerLink | None:
@@ -62,7 +63,7 @@ class LinkTable:
         Raises:
             LLMException: LLM_NOT_YET_LINK, with the reason why a former link ended.
         """
-        with self.changed:
+        with self._lock:
             link = self._links.get(cluster_id)
             if link is not None and link.state is LinkState.LINKED:
                 return link
@@ -79,7 +80,7 @@ class LinkTable:
 
     def all(self) -> list[Link]:
         """All live links."""
-        with self.changed:
+        with self._lock:
             return list(self._links.values())
 
     def install(self, link: Link, *, prefer_old: bool = False) -> Link | None:
@@ -91,7 +92,7 @@ class LinkTable:
         Raises:
             LinkError: the link has ended already, or this engine has.
         """
-        with self.changed:
+        with self._lock:
             if self._closed:
                 message = "this engine has been finalized"
                 raise LinkError(LLMStatusCode.LLM_FAILED, message)
@@ -112,12 +113,12 @@ class LinkTable:
 
     def close(self) -> None:
         """Let no link be installed any more."""
-        with self.changed:
+        with self._lock:
             self._closed = True
 
     def remove(self, link: Link, lost: str | None) -> bool:
         """Take a link out; ``lost`` says why, if nobody asked for it. False if it is not the live one."""
-        with self.changed:
+        with self._lock:
             if self._links.get(link.cluster_id) is not link:
                 return False
             del self._links[link.cluster_id]
@@ -130,12 +131,12 @@ class LinkTable:
 
     def lost(self, cluster_id: int) -> str | None:
         """Why the last link to a cluster was lost, if it was and has not been made again."""
-        with self.changed:
+        with self._lock:
             return self._lost.get(cluster_id)
 
     def forget(self, cluster_id: int) -> None:
         """Do not remember any more that a link was lost."""
-        with self.changed:
+        with self._lock:
             self._lost.pop(cluster_id, None)
 
     def begin(self, cluster_id: int, deadline: Deadline) -> Link | None:
@@ -144,7 +145,7 @@ class LinkTable:
         Raises:
             LinkError: another thread's attempt took until the deadline.
         """
-        with self.changed:
+        with self._lock:
             if not self.changed.wait_for(lambda: cluster_id not in self._attempts, deadline.remaining()):
                 message = "another thread is still linking this cluster"
                 raise LinkError(LLMStatusCode.LLM_PROCESSING_LINK, message)
@@ -155,18 +156,18 @@ class LinkTable:
 
     def end(self, cluster_id: int) -> None:
         """End the attempt."""
-        with self.changed:
+        with self._lock:
             self._attempts.discard(cluster_id)
             self.changed.notify_all()
 
     def attempting(self, cluster_id: int) -> bool:
         """Whether this side is just linking that cluster."""
-        with self.changed:
+        with self._lock:
             return cluster_id in self._attempts
 
     def wait_for_link(self, cluster_id: int, deadline: Deadline) -> Link | None:
         """The live link to a cluster, as soon as there is one."""
-        with self.changed:
+        with self._lock:
             self.changed.wait_for(lambda: cluster_id in self._links, deadline.remaining())
             return self._links.get(cluster_id)
 
@@ -315,8 +316,8 @@ class LinkEnder:
     def force(self, link: Link, deadline: Deadline) -> None:
         """End this side; the peer is told, but not waited for. Running transfers may finish until the deadline.
 
-        The peer is told after that: it gives up its end of the data connections, and what was under way to it would fail
-        without anybody knowing how far it came.
+        The peer is told after that: it gives up its end of the data connections, and what was under way to it would
+        fail without anybody knowing how far it came.
         """
         link.advance(LinkState.CLOSING)
         if not link.wait_idle(deadline):

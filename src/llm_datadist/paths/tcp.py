@@ -98,6 +98,9 @@ class TcpPath(Path):
 
     def exchange_few(self, op: Op, few: FewPieces, deadline: Deadline) -> None:
         """One request and its reply, without arrays."""
+        if deadline.expired():
+            message = "the deadline passed"
+            raise PathTimeoutError(message)
         if self._unfenced:
             self._settle(deadline)
         self._use(op, self._small, deadline, lambda asker: asker.exchange_few(op, few, deadline))

@@ -34,6 +34,7 @@ SAME_HOST_BUFFER_BYTES: Final = 208 << 10
 connections and 256 KiB blocks: 7.5 GB/s, with 4 MiB 5.0. Between hosts the kernel sizes them as it finds best."""
 SPIN_S: Final = 100e-6
 """How long a thread looks for an answer before it sleeps: to wake it on another core takes tens of microseconds."""
+_MOST_SKIPPED: Final = 64
 _SCRATCH: Final = 256 << 10
 _SHORTEST_S: Final = 0.001
 _TIMED_OUT: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS})
@@ -53,6 +54,9 @@ class Stream:
         self.sock = sock
         self._fd = sock.fileno()
         self._limits: dict[int, float] = {}
+        self._penalty = 0
+        """How many spins to leave out after the next one in vain: where cores are scarce, spinning holds up the peer."""
+        self._to_skip = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sock.getsockname()[0] == sock.getpeername()[0]:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -137,23 +141,28 @@ class Stream:
             return done
 
     def spin_into(self, room: memoryview) -> int:
-        """Bytes that come within ``SPIN_S``, looked for without sleeping; 0 if none do.
+        """Bytes that come within ``SPIN_S``, looked for without sleeping; 0 if none do, as happened a moment ago.
 
         Raises:
             PathError: the peer has closed the connection, or it is broken.
         """
+        if self._to_skip:
+            self._to_skip -= 1
+            return 0
         end = time.monotonic() + SPIN_S
         while True:
             try:
                 done = self.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 if time.monotonic() >= end:
+                    self._to_skip = self._penalty = min(2 * self._penalty + 1, _MOST_SKIPPED)
                     return 0
             except OSError as error:
                 raise translate(error, "before the first byte") from error
             else:
                 if not done:
                     raise _closed()
+                self._penalty = 0
                 return done
 
     def receive_exactly(self, size: int, deadline: Deadline) -> bytes:

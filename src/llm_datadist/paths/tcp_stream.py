@@ -55,7 +55,7 @@ class Stream:
         self._fd = sock.fileno()
         self._limits: dict[int, float] = {}
         self._penalty = 0
-        """How many spins to leave out after the next one in vain: where cores are scarce, spinning holds up the peer."""
+        """How many spins to leave out after the next one in vain: where cores are scarce, they hold up the peer."""
         self._to_skip = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sock.getsockname()[0] == sock.getpeername()[0]:

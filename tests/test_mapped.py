@@ -240,7 +240,7 @@ def deny_process_vm(node: Node) -> None:
     def denied(*_args: int) -> int:
         raise OSError(errno.EPERM, "injected")
 
-    syscalls.process_vm_readv = syscalls.process_vm_writev = denied
+    syscalls.process_vm_readv = syscalls.process_vm_writev = syscalls.peek = denied
     syscalls.bare_process_vm_readv = syscalls.bare_process_vm_writev = lambda *_args: -1
 
 

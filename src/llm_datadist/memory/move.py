@@ -85,7 +85,7 @@ def mapped(addresses: Sequence[int]) -> bool:
         here = (ctypes.c_uint64 * words)(*(ctypes.addressof(byte), 1) * len(part))
         there = (ctypes.c_uint64 * words)(*[word for address in part for word in (address, 1)])
         try:
-            done = syscalls.process_vm_readv(os.getpid(), ctypes.addressof(here), ctypes.addressof(there), len(part))
+            done = syscalls.peek(os.getpid(), ctypes.addressof(here), ctypes.addressof(there), len(part))
         except OSError as error:
             return error.errno not in _FAULTS
         if done != len(part):

@@ -32,8 +32,8 @@ _LINGER_S: Final = 0.002
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
 _GRACE_S: Final = 0.5
 _DENSE_S: Final = 2 * SPIN_S
-_FIRST_BYTES: Final = 4096
-"""What is read at once where a request begins: all of a small one."""
+_FIRST_BYTES: Final = 16 << 10
+"""What is read at once where a request begins: all of most."""
 _OK: Final = Reply(Result.OK).encode()
 _OK_AT: Final = int(iovec_of(_OK)[0, 0])
 _NOT_MAPPED: Final = "a registered tensor is not mapped at its owner (any more)"

@@ -1,0 +1,26 @@
+"""What happens in an engine, told to whoever wants to know: metrics, traces.
+
+Nothing is measured while nobody observes. ``Recorder`` is what the engine tells, ``Observer`` what listens to it;
+``Metrics`` counts, ``TraceFile`` writes one file for a trace viewer. ``prometheus`` and ``otel`` need their extras.
+"""
+
+from llm_datadist.observe.events import Observer, Phase, Served, Step, Transfer
+from llm_datadist.observe.metrics import Family, Histogram, Kind, Metrics, Sample
+from llm_datadist.observe.recorder import Recorder, Watch
+from llm_datadist.observe.trace_file import TraceFile
+
+__all__ = [
+    "Family",
+    "Histogram",
+    "Kind",
+    "Metrics",
+    "Observer",
+    "Phase",
+    "Recorder",
+    "Sample",
+    "Served",
+    "Step",
+    "TraceFile",
+    "Transfer",
+    "Watch",
+]

@@ -1,0 +1,93 @@
+"""What is told about: transfers of this process, and requests that it has served for peers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Phase(enum.Enum):
+    """What a transfer does at a time. One may come several times: a plan that was out of date is made again."""
+
+    LOOKUP = "lookup"
+    """Find the peer's cache: in its catalogue, or by asking it."""
+    PLAN = "plan"
+    """Turn caches and selection into spans of bytes."""
+    QUEUE = "queue"
+    """Wait for a free data connection."""
+    COPY = "copy"
+    """Move the bytes."""
+    CONFIRM = "confirm"
+    """Settle with the peer: hold given back, digests compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One phase of one transfer. Times are in nanoseconds since the epoch."""
+
+    phase: Phase
+    start_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A pull or push of this process that has ended."""
+
+    transfer_id: int
+    """The same on both sides; 64 bits."""
+    operation: str
+    """Name of the public call."""
+    peer: int
+    """Cluster id."""
+    path: str
+    """Name of the path that moved the bytes; empty if it did not get that far."""
+    status: str
+    """Name of the status code, ``LLM_SUCCESS`` or that of the failure."""
+    num_bytes: int
+    """Bytes of all spans; 0 if it did not get as far as to know."""
+    start_ns: int
+    end_ns: int
+    steps: tuple[Step, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the call to its end."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request of a peer that this process has answered over a data connection."""
+
+    transfer_id: int
+    """That of the peer's transfer; 0 if the peer did not say."""
+    operation: str
+    """``"read"`` or ``"write"``, seen from the peer."""
+    peer: int
+    status: str
+    """``"ok"`` or why it was refused."""
+    num_bytes: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """From its first byte to the last one of the answer."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+class Observer(Protocol):
+    """Is told what has happened, on the thread on which it happened: return soon, raise nothing."""
+
+    def transfer(self, event: Transfer) -> None:
+        """A transfer of this process has ended."""
+
+    def served(self, event: Served) -> None:
+        """A request of a peer has been answered."""

@@ -1,0 +1,140 @@
+"""Between the engine and its observers. While there are none, a transfer pays for one look."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.observe.events import Step, Transfer
+from llm_datadist.utils import log
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from llm_datadist.observe.events import Observer, Phase, Served
+
+SUCCESS: Final = "LLM_SUCCESS"
+_OTHER: Final = "LLM_FAILED"
+
+
+class Watch:
+    """One transfer that is being observed: a context that covers all of it. For one thread."""
+
+    active = True
+
+    def __init__(self, recorder: Recorder, transfer_id: int, operation: str, peer: int) -> None:
+        self._recorder = recorder
+        self._transfer_id = transfer_id
+        self._operation = operation
+        self._peer = peer
+        self._path = ""
+        self._bytes = 0
+        self._phase: Phase | None = None
+        self._steps: list[Step] = []
+        # Wall-clock times that only go forward: what a trace viewer can put beside those of another process.
+        self._offset = time.time_ns() - time.monotonic_ns()
+        self._start = self._since = time.monotonic_ns()
+
+    def enter(self, phase: Phase) -> None:
+        """The transfer begins with this, and ends what it did before."""
+        now = time.monotonic_ns()
+        self._end_step(now)
+        self._phase, self._since = phase, now
+
+    def over(self, path: str, num_bytes: int) -> None:
+        """It moves so many bytes, over this path."""
+        self._path, self._bytes = path, num_bytes
+
+    def _end_step(self, now: int) -> None:
+        if self._phase is not None:
+            self._steps.append(Step(self._phase, self._since + self._offset, now + self._offset))
+
+    def __enter__(self) -> Watch:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        now = time.monotonic_ns()
+        self._end_step(now)
+        status = SUCCESS if kind is None else getattr(getattr(error, "status_code", None), "name", _OTHER)
+        self._recorder.transfer(
+            Transfer(
+                transfer_id=self._transfer_id,
+                operation=self._operation,
+                peer=self._peer,
+                path=self._path,
+                status=status,
+                num_bytes=self._bytes,
+                start_ns=self._start + self._offset,
+                end_ns=now + self._offset,
+                steps=tuple(self._steps),
+            )
+        )
+
+
+class _NoWatch(Watch):
+    """Nobody observes."""
+
+    active = False
+
+    def __init__(self) -> None:
+        pass
+
+    def enter(self, phase: Phase) -> None:
+        pass
+
+    def over(self, path: str, num_bytes: int) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+NO_WATCH: Final = _NoWatch()
+
+
+class Recorder:
+    """Tells all observers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._observers: tuple[Observer, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody observes."""
+        return bool(self._observers)
+
+    def add(self, observer: Observer) -> None:
+        """Tell it from now on."""
+        with self._lock:
+            self._observers = (*self._observers, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Tell it no longer; without effect if it was not told."""
+        with self._lock:
+            self._observers = tuple(each for each in self._observers if each is not observer)
+
+    def watch(self, transfer_id: int, operation: str, peer: int) -> Watch:
+        """The context for one transfer."""
+        return Watch(self, transfer_id, operation, peer) if self._observers else NO_WATCH
+
+    def transfer(self, event: Transfer) -> None:
+        """A transfer has ended."""
+        for observer in self._observers:
+            try:
+                observer.transfer(event)
+            except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
+                log.error("an observer failed: %r", error)
+
+    def served(self, event: Served) -> None:
+        """A request of a peer has been answered."""
+        for observer in self._observers:
+            try:
+                observer.served(event)
+            except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
+                log.error("an observer failed: %r", error)

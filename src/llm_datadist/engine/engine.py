@@ -324,6 +324,11 @@ class Engine:
         self._check("unlink_clusters")
         return self._links.unlink_clusters(peers, timeout_ms, force=force)
 
+    def last_link_error(self, cluster_id: int) -> LLMException | None:
+        """Why the last ``link_clusters`` or ``unlink_clusters`` for a cluster failed, if it did."""
+        self._check("last_link_error")
+        return self._links.last_failure(cluster_id)
+
     def switch_role(self, listen: tuple[str, int] | None) -> None:
         """Change where it listens; None stops listening.
 

@@ -19,6 +19,7 @@ class ManagerBase:
 
     def __init__(self, engine: Engine, options: Mapping[str, str]) -> None:
         self._engine = engine
+        self._strict = options.get("llm.StrictConstraints") == "1"
         self._accessible = options.get("llm.EnableRemoteCacheAccessible") == "1"
         self._initialized = True
         self._is_call_linked = False

@@ -279,6 +279,11 @@ class LLMDataDist:
         utils.check_isinstance("role", role, LLMRole)
         utils.check_isinstance("switch_options", switch_options, dict)
         role_name(role)
+        strict = self._engine_options.get("llm.StrictConstraints") == "1" and role == LLMRole.PROMPT
+        raise_if_true(
+            strict and "llm.listenIpInfo" not in (switch_options or {}),
+            "switch_role to PROMPT needs llm.listenIpInfo, as in the original (LLMConfig.strict_constraints is set)",
+        )
         listen = None
         if switch_options and "llm.listenIpInfo" in switch_options:
             listen = parse_listen_ip_info(switch_options["llm.listenIpInfo"])

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from llm_datadist.engine.errors import invalid
+from llm_datadist.memory import digests
 from llm_datadist.paths.ladder import DEFAULT_ORDER
 from llm_datadist.utils import environment
 from llm_datadist.utils.numbers import small_number
@@ -54,6 +55,8 @@ class EngineOptions:
     paths: tuple[str, ...] = DEFAULT_ORDER
     huge_pages: bool = True
     """Whether the kernel is asked for huge pages under the memory of caches."""
+    verify_transfers: bool = False
+    """Whether both sides' bytes are compared after each transfer that this side has asked for."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -91,7 +94,8 @@ class EngineOptions:
                 "llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS
             ),
             paths=_paths(reader),
-            huge_pages=_huge_pages(reader),
+            huge_pages=_flag(reader, "llm.HugePages", "LLM_DATADIST_HUGE_PAGES", environment.huge_pages(), default="1"),
+            verify_transfers=_verify_transfers(reader),
         )
 
 
@@ -188,13 +192,22 @@ def _paths(reader: _Reader) -> tuple[str, ...]:
     return names
 
 
-def _huge_pages(reader: _Reader) -> bool:
-    key, text = "llm.HugePages", reader.get("llm.HugePages")
+def _flag(reader: _Reader, key: str, variable: str, fallback: str | None, *, default: str) -> bool:
+    text = reader.get(key)
     if text is None:
-        key, text = "LLM_DATADIST_HUGE_PAGES", environment.huge_pages() or "1"
+        key, text = variable, fallback or default
     if text not in ("0", "1"):
         raise _refused(key, text, '"0" or "1"')
     return text == "1"
+
+
+def _verify_transfers(reader: _Reader) -> bool:
+    fallback = environment.verify_transfers()
+    wanted = _flag(reader, "llm.VerifyTransfers", "LLM_DATADIST_VERIFY_TRANSFERS", fallback, default="0")
+    if wanted and not digests.available():
+        context = "llm.VerifyTransfers (LLMConfig.verify_transfers) is on, but the package xxhash is not installed"
+        raise invalid("init", context, hint=f"{digests.INSTALL}, or turn it off")
+    return wanted
 
 
 def _check_rdma(reader: _Reader, *, strict: bool) -> None:

@@ -68,6 +68,11 @@ def process_vm_readv(pid: int, local: int, remote: int, count: int) -> int:
     return done if done >= 0 else _checked(done, "process_vm_readv")
 
 
+def gather(pid: int, room: int, remote: int, count: int) -> int:
+    """Read from ``pid`` what the ``count`` iovecs at ``remote`` name into the one iovec at address ``room``; bytes."""
+    return _checked(_process_vm_readv(pid, room, 1, remote, count, 0), "process_vm_readv")
+
+
 def process_vm_writev(pid: int, local: int, remote: int, count: int) -> int:
     """Write what the ``count`` iovecs at address ``local`` name to those at ``remote`` in ``pid``; bytes moved."""
     done: int = _process_vm_writev(pid, local, count, remote, count, 0)

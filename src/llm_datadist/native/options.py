@@ -30,6 +30,7 @@ _PASSED_ON: Final = (
     "llm.Paths",
     "llm.MaxRegisteredAddrs",
     "llm.HugePages",
+    "llm.VerifyTransfers",
     "llm.RdmaTrafficClass",
     "llm.RdmaServiceLevel",
     "llm.LinkTotalTime",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,7 @@ class LayerTransfer:
         self._push = push
         self._results: list[LLMStatusCode | None] = [None] * len(plans)
         self._done = threading.Event()
+        self._pid = os.getpid()
 
     def start(self) -> None:
         """Start the thread.
@@ -160,7 +162,16 @@ class LayerTransfer:
             raise LLMException(message, status_code=status, operation=OPERATION) from error
 
     def wait(self, timeout_in_millis: int | None) -> list[LLMStatusCode | None] | None:
-        """The results once the task has ended; None when it still runs after the timeout (None: no timeout)."""
+        """The results once the task has ended; None when it still runs after the timeout (None: no timeout).
+
+        Raises:
+            LLMException: LLM_FAILED: in a forked child, where its end will never be known.
+        """
+        if os.getpid() != self._pid and not self._done.is_set():
+            status = LLMStatusCode.LLM_FAILED
+            context = f"the task runs in process {self._pid}, not in its forked child {os.getpid()}"
+            message = f"[{OPERATION}] failed, error code is {status}, {context}: wait for it there."
+            raise LLMException(message, status_code=status, operation=OPERATION, phase="check")
         seconds = None if timeout_in_millis is None else timeout_in_millis / 1000
         return list(self._results) if self._done.wait(seconds) else None
 

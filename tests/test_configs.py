@@ -45,6 +45,7 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("allow_multiple_instances", False),
     ("paths", None),
     ("huge_pages", True),
+    ("verify_transfers", False),
 ]
 
 
@@ -127,6 +128,9 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("huge_pages", True, {"llm.HugePages": "1"}),
     ("huge_pages", False, {"llm.HugePages": "0"}),
     ("huge_pages", None, {}),
+    ("verify_transfers", True, {"llm.VerifyTransfers": "1"}),
+    ("verify_transfers", False, {"llm.VerifyTransfers": "0"}),
+    ("verify_transfers", None, {}),
 ]
 
 
@@ -171,6 +175,7 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "enable_switch_role",
             "allow_multiple_instances",
             "huge_pages",
+            "verify_transfers",
         )
         for wrong in (1, 0, "1", "True")
     ],

@@ -15,6 +15,7 @@ from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.handover import HandoverServer
 from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
+from llm_datadist.observe.recorder import Recorder
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.tcp_server import DataServer
@@ -70,7 +71,8 @@ class Core:
         self.copiers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
         self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service = CacheService(self.catalogue, self.regions, self.loop, release)
-        self.data_server = DataServer(self.regions, self.loop, self.serve_workers)
+        self.recorder = Recorder()
+        self.data_server = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
         self.digests = DigestService(self.regions, self.serve_workers)
         self.table = LinkTable()
         self.sessions: set[Session] = set()

@@ -159,7 +159,7 @@ class Handshaker:
         try:
             for _ in range(count):
                 number, sock = self._open_one(link, link.dialled, deadline, serve=False)
-                self._core.data_server.add(link.token, number, sock)
+                self._core.data_server.add(link.token, number, sock, link.cluster_id)
         except PathError as error:
             return refuse(LLMStatusCode.LLM_LINK_FAILED, str(error))
         return messages.Ok()
@@ -201,7 +201,7 @@ class Handshaker:
             log.warn("a data connection for an unknown link was dropped")
             sock.close()
         elif greeting.serve:
-            self._core.data_server.add(greeting.link_token, greeting.connection, sock)
+            self._core.data_server.add(greeting.link_token, greeting.connection, sock, link.cluster_id)
         else:
             link.data_arrived(greeting.connection, sock)
 

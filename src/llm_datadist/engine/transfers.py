@@ -157,6 +157,7 @@ class Transfers:
         Where planning fails it is fetched anew and looked at again, once. A catalogue that turns out to be old while
         the bytes are about to move is fetched as often as that happens.
         """
+        watch.enter(Phase.LOOKUP)
         catalogue = self._asking(request, deadline, lambda: link.catalogue(deadline))
         refreshed = False
         for _ in range(_MAX_ATTEMPTS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
@@ -80,7 +81,9 @@ class Asker:
 
         For a read, what cannot be sent without waiting is left for ``flush``: the owner may wait for us to receive.
         """
-        request = Request(op, len(spans.bases), len(spans.runs), epoch, spans.total, _milliseconds(deadline))
+        request = Request(
+            op, len(spans.bases), len(spans.runs), epoch, spans.total, _milliseconds(deadline), deadline.transfer_id
+        )
         tables = encode_spans(spans.regions, spans.starts, spans.runs.remote, spans.runs.lengths)
         data = memoryview(request.encode() + tables)
         self.under_way += 1
@@ -112,7 +115,8 @@ class Asker:
     def exchange_few(self, op: Op, few: FewPieces, deadline: Deadline) -> None:
         """One request and its reply, without arrays."""
         (bases, regions, epoch), size, here, there = few
-        request = Request(op, len(bases), len(here), epoch, few.total, _milliseconds(deadline))
+        timeout_ms = _milliseconds(deadline)
+        request = Request(op, len(bases), len(here), epoch, few.total, timeout_ms, deadline.transfer_id)
         memory = [word for base in bases for at in here for word in (base + at * size, size)]
         self.under_way += 1
         self._stream.send_bytes(encode_few(request, regions, [at * size for at in there], size), deadline)
@@ -183,11 +187,8 @@ class AskerPool:
             PathError: none became free in time, or none can be opened.
         """
         with self._lock:
-            while len(self.used) >= self._count and not self._closed:
-                # In slices: who has given one back may have been interrupted before it could say so.
-                if not self._changed.wait(min(deadline.remaining(), _SLICE_S)) and deadline.expired():
-                    message = "the deadline passed while waiting for a free data connection"
-                    raise PathTimeoutError(message)
+            if len(self.used) >= self._count:
+                self._wait_for_one(deadline)
             self._check_open()
             self.used[ticket] = asker = self._idle.pop() if self._idle else None
         if asker is None:  # one was given up after an error, or is needed for the first time
@@ -196,6 +197,15 @@ class AskerPool:
                 self.used[ticket] = asker
                 self._check_open()
         return asker
+
+    def _wait_for_one(self, deadline: Deadline) -> None:
+        begun = time.monotonic()
+        while len(self.used) >= self._count and not self._closed:
+            # In slices: who has given one back may have been interrupted before it could say so.
+            if not self._changed.wait(min(deadline.remaining(), _SLICE_S)) and deadline.expired():
+                message = "the deadline passed while waiting for a free data connection"
+                raise PathTimeoutError(message)
+        deadline.queued_s = max(deadline.queued_s, time.monotonic() - begun)
 
     def _check_open(self) -> None:
         if self._closed:

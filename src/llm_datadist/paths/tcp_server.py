@@ -14,6 +14,7 @@ from llm_datadist.memory import iovec
 from llm_datadist.memory.move import MemoryFaultError, mapped
 from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError, UnknownRegionError
 from llm_datadist.net.loop import READ
+from llm_datadist.observe.events import Served
 from llm_datadist.paths.base import FEW, PathError, PathFaultError, PathTimeoutError
 from llm_datadist.paths.tcp_stream import SPIN_S, Stream, iovec_of
 from llm_datadist.utils import log
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.loop import Loop
     from llm_datadist.net.workers import Workers
+    from llm_datadist.observe.recorder import Recorder
 
 _LINGER_S: Final = 0.002
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
@@ -44,8 +46,9 @@ MAX_CONNECTIONS: Final = 64
 class _Served:
     """One data connection on which the peer asks."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, peer: int) -> None:
         self.sock = sock
+        self.peer = peer
         self.busy = False
         self.closing = False
         self.when_closed: list[Callable[[], object]] = []
@@ -54,7 +57,8 @@ class _Served:
 class DataServer:
     """Serves all data connections of an engine with a few threads. ``token`` names the link a connection belongs to."""
 
-    def __init__(self, regions: RegionTable, loop: Loop, workers: Workers) -> None:
+    def __init__(self, regions: RegionTable, loop: Loop, workers: Workers, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._regions = regions
         self._view = RegionView(regions.rows)
         self._loop = loop
@@ -63,8 +67,8 @@ class DataServer:
         self._served: dict[tuple[bytes, int], _Served] = {}
         self._given_up: dict[bytes, set[int]] = {}
 
-    def add(self, token: bytes, number: int, sock: socket.socket) -> None:
-        """Serve a connection from now on."""
+    def add(self, token: bytes, number: int, sock: socket.socket, peer: int) -> None:
+        """Serve a connection of a peer, which is a cluster id, from now on."""
         with self._lock:
             refused = (
                 (token, number) in self._served
@@ -72,7 +76,7 @@ class DataServer:
                 or sum(key[0] == token for key in self._served) >= MAX_CONNECTIONS
             )
             if not refused:
-                served = self._served[token, number] = _Served(sock)
+                served = self._served[token, number] = _Served(sock, peer)
         if refused:
             log.warn("data connection %d of a link was refused: given up, in use, or one too many", number)
             sock.close()
@@ -138,7 +142,7 @@ class DataServer:
             stream = Stream(served.sock)
             inbox = _Inbox(stream)
             while inbox.wait():
-                self._serve_one(stream, inbox)
+                self._serve_one(served, stream, inbox)
             keep = True
         except ProtocolError as error:
             log.warn("data connection closed: %s", error)
@@ -163,10 +167,30 @@ class DataServer:
         for then in waiting:
             then()
 
-    def _serve_one(self, stream: Stream, inbox: _Inbox) -> None:
+    def _serve_one(self, served: _Served, stream: Stream, inbox: _Inbox) -> None:
         """Answer one request."""
         patience = Deadline.after(_GRACE_S)
         request = Request.decode(inbox.take(REQUEST_BYTES, patience))
+        if not self._recorder.active:
+            self._answer(stream, inbox, request)
+            return
+        status, start_ns = "lost", time.time_ns()
+        try:
+            status = self._answer(stream, inbox, request).name.lower()
+        finally:
+            self._recorder.served(
+                Served(
+                    transfer_id=request.transfer_id,
+                    operation=request.op.name.lower(),
+                    peer=served.peer,
+                    status=status,
+                    num_bytes=request.total,
+                    start_ns=start_ns,
+                    end_ns=time.time_ns(),
+                )
+            )
+
+    def _answer(self, stream: Stream, inbox: _Inbox, request: Request) -> Result:
         deadline = Deadline.after(request.timeout_ms / 1000 + _GRACE_S)
         tables = inbox.take(request.table_bytes, deadline)
         spans = _Few(tables, request) if request.spans <= FEW else _Many(tables, request)
@@ -178,15 +202,16 @@ class DataServer:
                 spans.locate(self._view)
                 self._move(stream, inbox, request, spans, deadline)
         except StaleEpochError as error:
-            self._refuse(stream, inbox, request, Result.STALE, error, deadline)
+            return self._refuse(stream, inbox, request, Result.STALE, error, deadline)
         except UnknownRegionError as error:
-            self._refuse(stream, inbox, request, Result.UNKNOWN_REGION, error, deadline)
+            return self._refuse(stream, inbox, request, Result.UNKNOWN_REGION, error, deadline)
         except RegionError as error:
-            log.warn("data request refused: %s", error)
-            self._refuse(stream, inbox, request, Result.OUT_OF_RANGE, error, deadline)
+            log.warn("data request refused: %s (transfer %016x)", error, request.transfer_id)
+            return self._refuse(stream, inbox, request, Result.OUT_OF_RANGE, error, deadline)
         except MemoryFaultError as error:
-            log.error("data request refused: %s", error)
-            self._refuse(stream, inbox, request, Result.FAULT, error, deadline)
+            log.error("data request refused: %s (transfer %016x)", error, request.transfer_id)
+            return self._refuse(stream, inbox, request, Result.FAULT, error, deadline)
+        return Result.OK
 
     def _move(self, stream: Stream, inbox: _Inbox, request: Request, spans: _Few | _Many, deadline: Deadline) -> None:
         try:
@@ -197,16 +222,17 @@ class DataServer:
                 stream.send_bytes(_OK, deadline)
         except PathFaultError as error:
             # The reply has begun, or bytes are under way: all that is left is to end the connection.
-            log.error("a data request failed, %s", error)
+            log.error("a data request failed, %s (transfer %016x)", error, request.transfer_id)
             raise
 
     def _refuse(
         self, stream: Stream, inbox: _Inbox, request: Request, result: Result, error: Exception, deadline: Deadline
-    ) -> None:
+    ) -> Result:
         reason = str(error).encode()[:MAX_REASON]
         if request.op is Op.WRITE:
             stream.discard(request.total - len(inbox.rest(request.total)), deadline)
         stream.send_bytes(Reply(result, len(reason)).encode() + reason, deadline)
+        return result
 
 
 class _Inbox:

@@ -33,7 +33,7 @@ MAX_REASON: Final = 4096
 ROW_BYTES: Final = 16
 
 _MAGIC: Final = 0x4C4C4451
-_REQUEST: Final = struct.Struct("<IHHIIQQ")
+_REQUEST: Final = struct.Struct("<IHHIIQQQ")
 _REPLY: Final = struct.Struct("<IHHI")
 _GREETING: Final = struct.Struct("<16sQB7x")
 REQUEST_BYTES: Final = _REQUEST.size
@@ -110,6 +110,8 @@ class Request(NamedTuple):
     """Bytes of all spans."""
     timeout_ms: int
     """How long the asker will wait: the owner gives up after that, too."""
+    transfer_id: int = 0
+    """Names the transfer in what both sides say of it; 0 if it has no name."""
 
     @property
     def spans(self) -> int:
@@ -123,7 +125,8 @@ class Request(NamedTuple):
 
     def encode(self) -> bytes:
         """The bytes to send."""
-        return _REQUEST.pack(_MAGIC, self.op, self.tensors, self.runs, self.timeout_ms, self.epoch, self.total)
+        sizes = self.tensors, self.runs, self.timeout_ms
+        return _REQUEST.pack(_MAGIC, self.op, *sizes, self.epoch, self.total, self.transfer_id)
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> Request:
@@ -135,11 +138,11 @@ class Request(NamedTuple):
         if len(data) != REQUEST_BYTES:
             message = f"a data request header has {REQUEST_BYTES} bytes, not {len(data)}"
             raise ProtocolError(message)
-        magic, op, tensors, runs, timeout_ms, epoch, total = _REQUEST.unpack(data)
+        magic, op, tensors, runs, timeout_ms, epoch, total, transfer_id = _REQUEST.unpack(data)
         if magic != _MAGIC or op not in _OPS or not 0 < tensors * runs <= MAX_SPANS or total > MAX_TOTAL:
             message = f"malformed data request: {bytes(data)!r}"
             raise ProtocolError(message)
-        return cls(_OPS[op], tensors, runs, epoch, total, timeout_ms)
+        return cls(_OPS[op], tensors, runs, epoch, total, timeout_ms, transfer_id)
 
 
 def encode_spans(regions: U64, starts: I64, offsets: I64, lengths: I64) -> bytes:

@@ -56,7 +56,9 @@ class Model:
         return tuple(sorted(set(ids) - missing))
 
 
-@given(data=st.data(), tensors=st.integers(1, 4), size=st.integers(1, 6), local=st.booleans(), longest=st.integers(1, 20))
+@given(
+    data=st.data(), tensors=st.integers(1, 4), size=st.integers(1, 6), local=st.booleans(), longest=st.integers(1, 20)
+)
 def test_blocks_to_blocks(data: st.DataObject, tensors: int, size: int, local: bool, longest: int) -> None:
     """Duplicates, adjacent blocks that are merged, pieces that are cut in the middle of a block, any order of parts."""
     here = data.draw(st.lists(st.integers(0, ENTRIES - 1), min_size=1, max_size=ENTRIES))
@@ -67,7 +69,9 @@ def test_blocks_to_blocks(data: st.DataObject, tensors: int, size: int, local: b
     check(data, tensors, runs, here if local else there, size, local=local)
 
 
-@given(data=st.data(), tensors=st.integers(1, 3), size=st.integers(1, 6), local=st.booleans(), longest=st.integers(1, 20))
+@given(
+    data=st.data(), tensors=st.integers(1, 3), size=st.integers(1, 6), local=st.booleans(), longest=st.integers(1, 20)
+)
 def test_batch_entry_to_blocks(data: st.DataObject, tensors: int, size: int, local: bool, longest: int) -> None:
     """The last piece may be short: its block is whole when the piece is there."""
     entry = plan.Window(data.draw(st.integers(0, 30)), data.draw(st.integers(size, size * ENTRIES)))

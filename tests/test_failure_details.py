@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist.paths import one_sided
+from llm_datadist.paths import one_sided, process_vm
 from llm_datadist.paths.tcp_stream import Stream
+from llm_datadist.utils.deadline import Deadline
 from peers import GUARD, POISON, TIMEOUT_S, Node
 
 if TYPE_CHECKING:
@@ -191,3 +192,51 @@ def test_peer_that_does_not_confirm_that_it_has_stopped(peers: Peers) -> None:
     finished = check_blocks(error, owner, client.memory("mine"))
     assert 0 < len(finished) < BLOCKS
     owner.call(open_gate)
+
+
+def another_start_time(_node: Node) -> None:
+    """In the child: another process has the pid of every peer now."""
+    process_vm.start_time = lambda _pid: 0
+
+
+def test_what_may_have_come_from_another_process_is_not_believed(peers: Peers) -> None:
+    """The owner dies and its pid is taken over in the middle of a pull: nothing is said of what was read."""
+    owner, client = pair(peers, 1, paths="process_vm")
+    client.call(hold_copies)
+    client.call(another_start_time)
+    running = client.begin(attempt, "pull_blocks", 1, 1)
+    assert client.call(wait_at_gate)
+    owner.process.kill()
+    client.call(open_gate)
+    error: LLMException = running.result(TIMEOUT_S)
+    assert isinstance(error, ConnectionError)
+    assert error.finished_blocks is error.bytes_done is None
+
+
+def open_gate_late(node: Node, seconds: float) -> None:
+    """In the child: when a deadline that runs has surely passed."""
+    threading.Event().wait(seconds)
+    open_gate(node)
+
+
+def wait_until_hidden(node: Node) -> None:
+    """In the child: no region is registered for the cache any more."""
+    regions, address = node.datadist._engine._core.regions, node.addrs("mine")[0]  # type: ignore[union-attr]
+    end = Deadline.after(TIMEOUT_S)
+    while regions.find(address, 1) is not None:
+        assert not end.expired()
+
+
+def test_what_was_unregistered_meanwhile_is_not_believed(peers: Peers) -> None:
+    """The memory that was read may have held something else."""
+    owner, client = pair(peers, 1, paths="process_vm", sync_kv_timeout=1500)
+    client.call(hold_copies)
+    running = client.begin(attempt, "pull_blocks", 1, 1)
+    assert client.call(wait_at_gate)
+    taken = owner.begin("unregister", "mine")
+    owner.call(wait_until_hidden)
+    client.call(open_gate_late, 1.6)
+    error: LLMException = running.result(TIMEOUT_S)
+    assert isinstance(error, TimeoutError)
+    assert error.finished_blocks is error.bytes_done is None
+    taken.result(TIMEOUT_S)

@@ -14,7 +14,6 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
-    LLMException,
     MemInfo,
     Memtype,
 )
@@ -26,6 +25,7 @@ from llm_datadist.engine.requests import (
     PrefixKey,
     RequestKey,
 )
+from llm_datadist.status import exception_for
 from manager_kit import (
     ACCESSIBLE,
     BY_BLOCKS,
@@ -246,7 +246,7 @@ def test_deallocate(method: str, right: Any, wrong: Any) -> None:
 
 def test_failed_deallocate_keeps_the_addresses() -> None:
     subject, cache = message_manager(), contiguous()
-    engine_of(subject).failures["deallocate"] = LLMException("no", status_code=FAILED)
+    engine_of(subject).failures["deallocate"] = exception_for(FAILED, "no")
     expect(FAILED, lambda: subject.deallocate_cache(cache))
     assert cache.tensor_addrs == [4096, 8192]
 

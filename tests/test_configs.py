@@ -45,6 +45,7 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("allow_multiple_instances", False),
     ("paths", None),
     ("huge_pages", True),
+    ("strict_constraints", False),
 ]
 
 
@@ -127,6 +128,9 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("huge_pages", True, {"llm.HugePages": "1"}),
     ("huge_pages", False, {"llm.HugePages": "0"}),
     ("huge_pages", None, {}),
+    ("strict_constraints", True, {"llm.StrictConstraints": "1"}),
+    ("strict_constraints", False, {"llm.StrictConstraints": "0"}),
+    ("strict_constraints", None, {}),
 ]
 
 
@@ -171,6 +175,7 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "enable_switch_role",
             "allow_multiple_instances",
             "huge_pages",
+            "strict_constraints",
         )
         for wrong in (1, 0, "1", "True")
     ],

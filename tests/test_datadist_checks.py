@@ -11,8 +11,9 @@ import pytest
 import llm_datadist.engine
 from datadist_kit import FAILED, MANAGED, SEVERAL, engine_of
 from expect import PI, expect
-from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.cache_manager import CacheManager
+from llm_datadist.status import exception_for
 from llm_datadist.v2.llm_datadist import _shutdown_handler
 
 pytestmark = pytest.mark.usefixtures("fake_engines")
@@ -185,7 +186,7 @@ def test_engine_failure_leaves_the_object_uninitialised(monkeypatch: pytest.Monk
 
     def refuse(cluster_id: int, options: object) -> None:
         message = "port in use"
-        raise LLMException(message, status_code=FAILED)
+        raise exception_for(FAILED, message)
 
     with monkeypatch.context() as patch:
         patch.setitem(vars(llm_datadist.engine), "Engine", refuse)
@@ -252,7 +253,7 @@ def test_shutdown_handler_finalizes_all_and_logs_failures(
     other = LLMDataDist(LLMRole.DECODER, 4)
     other.init(SEVERAL)
     engines = [engine_of(datadist), engine_of(other)]
-    engines[0].failures["close"] = LLMException("stuck", status_code=FAILED)
+    engines[0].failures["close"] = exception_for(FAILED, "stuck")
     _shutdown_handler()
     assert [engine.closed for engine in engines] == [1, 1]
     assert LLMDataDist.llm_engine_instance is None

@@ -8,8 +8,9 @@ import pytest
 
 from datadist_kit import MANAGED, SUCCESS, engine_of
 from expect import PI, expect
-from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
+from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode, RegisterMemStatus
 from llm_datadist.engine.requests import MemStatus, PeerAddress
+from llm_datadist.status import exception_for
 
 pytestmark = pytest.mark.usefixtures("fake_engines")
 
@@ -67,7 +68,7 @@ def test_link_passes_everything_on_and_marks_the_manager(datadist: LLMDataDist, 
 
 
 def test_failed_link_does_not_mark_the_manager(datadist: LLMDataDist) -> None:
-    engine_of(datadist).failures["link"] = LLMException("not a member", status_code=PI)
+    engine_of(datadist).failures["link"] = exception_for(PI, "not a member")
     expect(PI, lambda: datadist.link(**LINK), match="not a member")
     assert not datadist.cache_manager._is_call_linked
 
@@ -91,7 +92,7 @@ def test_numbers_are_checked(datadist: LLMDataDist, method: str, number: Any, fa
 
 def test_unlink_query_and_explain(datadist: LLMDataDist) -> None:
     assert datadist.unlink(1) is None
-    engine_of(datadist).failures["unlink"] = LLMException("none", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+    engine_of(datadist).failures["unlink"] = exception_for(LLMStatusCode.LLM_NOT_YET_LINK, "none")
     expect(LLMStatusCode.LLM_NOT_YET_LINK, lambda: datadist.unlink(2))
     for status in MemStatus:
         engine_of(datadist).mem_status = status
@@ -250,6 +251,6 @@ def test_switch_role(datadist: LLMDataDist) -> None:
 
 
 def test_failed_switch_role_keeps_the_role(datadist: LLMDataDist) -> None:
-    engine_of(datadist).failures["switch_role"] = LLMException("linked", status_code=LLMStatusCode.LLM_EXIST_LINK)
+    engine_of(datadist).failures["switch_role"] = exception_for(LLMStatusCode.LLM_EXIST_LINK, "linked")
     expect(LLMStatusCode.LLM_EXIST_LINK, lambda: datadist.switch_role(LLMRole.DECODER))
     assert datadist._role is LLMRole.PROMPT

@@ -58,6 +58,7 @@ def test_defaults() -> None:
         "max_registered_addrs": 240,
         "paths": PATHS,
         "huge_pages": True,
+        "strict_constraints": False,
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)

@@ -13,7 +13,6 @@ from fake_engine import DEADLINE
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
-    LLMException,
     LLMStatusCode,
 )
 from llm_datadist.cache_manager import CacheManager
@@ -26,6 +25,7 @@ from llm_datadist.engine.requests import (
     PushRequest,
     RequestKey,
 )
+from llm_datadist.status import exception_for
 from manager_kit import (
     BY_BLOCKS,
     BY_ID,
@@ -359,7 +359,7 @@ def test_block_transfers_hand_on_the_deadline_with_which_they_began() -> None:
 # ------------------------------------------------------------ engine failures
 
 
-@pytest.mark.parametrize("failure", [LLMException("no", status_code=LLMStatusCode.LLM_TIMEOUT), TypeError("negative")])
+@pytest.mark.parametrize("failure", [exception_for(LLMStatusCode.LLM_TIMEOUT, "no"), TypeError("negative")])
 def test_engine_failures_reach_the_caller_as_they_are(failure: Exception) -> None:
     subject = accessible_manager()
     engine_of(subject).failures = {"pull": failure, "push": failure}

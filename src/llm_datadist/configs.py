@@ -376,6 +376,14 @@ class LlmConfig:
         "Registering may take longer by 1 s and 0.5 s a GiB. None: as LLM_DATADIST_HUGE_PAGES says, else True.",
     )
 
+    strict_constraints: _Flag = _Option(
+        "llm.StrictConstraints",
+        _flag,
+        False,  # noqa: FBT003 - the default of the property
+        "Whether documented constraints of the original that this library does not have are errors, too: for programs "
+        "that will be deployed there. docs/compatibility.md lists them.",
+    )
+
     def __init__(self) -> None:
         self.stored: dict[str, Any] = {}
         self._generated: dict[str, str] = {}

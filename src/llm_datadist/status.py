@@ -1,4 +1,4 @@
-"""Status codes and the one exception of the library.
+"""Status codes and the exceptions of the library.
 
 Numeric values are the ones of the original (error code page of LLM-DataDist), so programs that compare numbers keep
 working.
@@ -8,13 +8,28 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 __all__ = [
+    "EXCEPTIONS",
+    "LLMAlreadyLinkError",
     "LLMException",
+    "LLMExistLinkError",
+    "LLMFailedError",
+    "LLMFeatureNotEnabledError",
+    "LLMKvCacheNotExistError",
+    "LLMLinkBusyError",
+    "LLMLinkFailedError",
+    "LLMNotYetLinkError",
+    "LLMOutOfMemoryError",
+    "LLMParamInvalidError",
+    "LLMProcessingLinkError",
     "LLMStatusCode",
+    "LLMTimeoutError",
+    "LLMUnlinkFailedError",
     "Status",
     "code_2_status",
+    "exception_for",
     "handle_llm_status",
     "raise_if_false",
     "raise_if_true",
@@ -65,40 +80,62 @@ class LLMStatusCode(IntEnum):
 class LLMException(RuntimeError):  # noqa: N818 - the original's public name
     """An operation failed; ``status_code`` says how, the message says who, what, why and what to do.
 
+    What this library raises is always one of the subclasses below, one for each status it produces. Where Python has a
+    matching exception a subclass is that, too: ``except TimeoutError`` catches ``LLM_TIMEOUT``.
+
     A positional status code lands in ``args``, as in the original: pass it by keyword.
 
     Attributes:
-        status_code: the status of the failure.
         peer: cluster id of the peer, if one is involved.
         operation: the public call that failed.
         path: the transfer path that was in use.
-        phase: ``"check"``, ``"link"``, ``"lookup"``, ``"transfer"`` or ``"confirm"``.
-        bytes_done: bytes known to be in place when it failed; None when not known.
+        phase: ``"check"``, ``"link"``, ``"lookup"``, ``"transfer"`` or ``"confirm"``; before ``"transfer"`` nothing was
+            moved, in ``"confirm"`` everything was.
+        bytes_done: bytes known to be in place when it failed, of all that the call moves; at least so many are. None
+            when not known.
+        finished_blocks: of a transfer into blocks, the destination blocks known to be complete, in all tensors that the
+            call moves, in ascending order. All others that the call names are undefined. None when not known.
+        layer: of a layer-wise transfer, the local layer that was being moved.
         retryable: whether the same call can succeed later without a change by the caller.
         hint: what to do about it.
+        quiescent: False if the peer could not confirm that it has stopped writing: do not use the destination until the
+            link has ended. Else no byte of it changes any more.
     """
 
-    def __init__(
+    default_code: ClassVar[LLMStatusCode] = LLMStatusCode.LLM_SUCCESS
+    """The status unless another one is given."""
+    recoverable: ClassVar[str] = ""
+    """Whether the operation can succeed later, and what that takes."""
+    remedy: ClassVar[str] = ""
+    """What to do about it."""
+
+    def __init__(  # noqa: PLR0913 - one keyword a field
         self,
         *args: object,
-        status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS,
+        status_code: LLMStatusCode | None = None,
         peer: int | None = None,
         operation: str | None = None,
         path: str | None = None,
         phase: str | None = None,
         bytes_done: int | None = None,
+        finished_blocks: tuple[int, ...] | None = None,
+        layer: int | None = None,
         retryable: bool = False,
         hint: str | None = None,
+        quiescent: bool = True,
     ) -> None:
         super().__init__(*args)
-        self._status_code = status_code
+        self._status_code = self.default_code if status_code is None else status_code
         self.peer = peer
         self.operation = operation
         self.path = path
         self.phase = phase
         self.bytes_done = bytes_done
+        self.finished_blocks = finished_blocks
+        self.layer = layer
         self.retryable = retryable
         self.hint = hint
+        self.quiescent = quiescent
 
     @property
     def status_code(self) -> LLMStatusCode:
@@ -106,17 +143,152 @@ class LLMException(RuntimeError):  # noqa: N818 - the original's public name
         return self._status_code
 
     def __reduce__(self) -> tuple[object, ...]:
-        fields = {
-            "status_code": self._status_code,
-            "peer": self.peer,
-            "operation": self.operation,
-            "path": self.path,
-            "phase": self.phase,
-            "bytes_done": self.bytes_done,
-            "retryable": self.retryable,
-            "hint": self.hint,
-        }
-        return (functools.partial(type(self), **fields), self.args)  # type: ignore[arg-type]
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return (functools.partial(type(self), **fields), self.args)
+
+
+_FIELDS: Final = (
+    "status_code",
+    "peer",
+    "operation",
+    "path",
+    "phase",
+    "bytes_done",
+    "finished_blocks",
+    "layer",
+    "retryable",
+    "hint",
+    "quiescent",
+)
+
+
+class LLMParamInvalidError(LLMException, ValueError):
+    """Arguments, options or caches that cannot work together.
+
+    A block index out of range, lists or tensor counts that differ, block sizes that differ, not remote accessible,
+    modes of the two peers that differ. Nothing was moved.
+    """
+
+    default_code = LLMStatusCode.LLM_PARAM_INVALID
+    recoverable = "no"
+    remedy = "correct what the text names: where two caches differ it lists all differences"
+
+
+class LLMKvCacheNotExistError(LLMException, LookupError):
+    """No such cache or key, here or at the peer; also a key that a pull has released."""
+
+    default_code = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    recoverable = "once it is registered"
+    remedy = "register it; check cache id, model id, request id"
+
+
+class LLMNotYetLinkError(LLMException, ConnectionError):
+    """No link to that cluster, or the peer has ended; a rank-table link that is not known."""
+
+    default_code = LLMStatusCode.LLM_NOT_YET_LINK
+    recoverable = "once it is linked"
+    remedy = "unlink with `force=True`, link again"
+
+
+class LLMAlreadyLinkError(LLMException):
+    """Returned by `link_clusters`: there is a live link, perhaps to another process with that cluster id."""
+
+    default_code = LLMStatusCode.LLM_ALREADY_LINK
+    recoverable = "not needed"
+    remedy = "use the link, or unlink first"
+
+
+class LLMProcessingLinkError(LLMException, ConnectionError):
+    """Returned by `link_clusters`: at the deadline another thread, or the peer, is still linking that cluster."""
+
+    default_code = LLMStatusCode.LLM_PROCESSING_LINK
+    recoverable = "yes"
+    remedy = "wait for it"
+
+
+class LLMLinkFailedError(LLMException, ConnectionError):
+    """Returned by `link_clusters`, raised by `link`: the cluster cannot be linked.
+
+    Nobody listens there, the peer speaks something else or another version, no permitted path works.
+    """
+
+    default_code = LLMStatusCode.LLM_LINK_FAILED
+    recoverable = "if the cause goes"
+    remedy = "see `LLMDataDist.last_link_error`"
+
+
+class LLMUnlinkFailedError(LLMException, ConnectionError):
+    """Returned by `unlink_clusters`: the peer cannot be told."""
+
+    default_code = LLMStatusCode.LLM_UNLINK_FAILED
+    recoverable = "with force"
+    remedy = "use `force=True`"
+
+
+class LLMTimeoutError(LLMException, TimeoutError):
+    """The deadline passed.
+
+    For a pull or push no byte of the destination changes any more, unless `quiescent` is False.
+    """
+
+    default_code = LLMStatusCode.LLM_TIMEOUT
+    recoverable = "yes, the link goes on"
+    remedy = "try again; raise `sync_kv_timeout`"
+
+
+class LLMExistLinkError(LLMException):
+    """`switch_role` with live links."""
+
+    default_code = LLMStatusCode.LLM_EXIST_LINK
+    recoverable = "once they are unlinked"
+    remedy = "unlink first"
+
+
+class LLMFeatureNotEnabledError(LLMException):
+    """Allocation calls without a pool; rank tables or another listen address with `hixl`."""
+
+    default_code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    recoverable = "no"
+    remedy = "configure it"
+
+
+class LLMOutOfMemoryError(LLMException, MemoryError):
+    """A pool is exhausted or cannot be reserved."""
+
+    default_code = LLMStatusCode.LLM_OUT_OF_MEMORY
+    recoverable = "once memory is freed"
+    remedy = "free caches, make the pool larger"
+
+
+class LLMLinkBusyError(LLMException):
+    """`unregister_cache` and its kind: transfers still use the memory."""
+
+    default_code = LLMStatusCode.LLM_LINK_BUSY
+    recoverable = "yes"
+    remedy = "keep the memory mapped, call again"
+
+
+class LLMFailedError(LLMException):
+    """Anything else.
+
+    A second instance, a port that is taken, memory that is registered but not mapped, a broken data connection, use
+    after a fork or after `finalize`.
+    """
+
+    default_code = LLMStatusCode.LLM_FAILED
+    recoverable = "see `retryable`"
+    remedy = "read the text"
+
+
+EXCEPTIONS: Final[dict[LLMStatusCode, type[LLMException]]] = {
+    kind.default_code: kind for kind in LLMException.__subclasses__()
+}
+"""The exception for each status that this library produces."""
+
+
+def exception_for(status_code: LLMStatusCode, *args: object, **fields: Any) -> LLMException:
+    """The exception for a status: of its subclass, or plain LLMException for one that this library never produces."""
+    return EXCEPTIONS.get(status_code, LLMException)(*args, status_code=status_code, **fields)
 
 
 class Status:
@@ -154,7 +326,7 @@ def handle_llm_status(status: int, func_name: str, context: str) -> None:
     code = code_2_status(status)
     if code != LLMStatusCode.LLM_SUCCESS:
         message = f"[{func_name}] failed, error code is {code}, {context}."
-        raise LLMException(message, status_code=code, operation=func_name)
+        raise exception_for(code, message, operation=func_name)
 
 
 def raise_if_false(
@@ -185,4 +357,4 @@ def _fail(text: str, status_code: LLMStatusCode) -> NoReturn:
     from llm_datadist.utils import log  # noqa: PLC0415 - log is one floor up; only a failure pays for it
 
     log.error("%s", text)
-    raise LLMException(text, status_code=status_code, phase="check")
+    raise exception_for(status_code, text, phase="check")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
+from llm_datadist.status import LLMStatusCode, exception_for, raise_if_false, raise_if_true
 from llm_datadist.utils import utils
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ class ManagerBase:
 
     def __init__(self, engine: Engine, options: Mapping[str, str]) -> None:
         self._engine = engine
+        self._strict = options.get("llm.StrictConstraints") == "1"
         self._accessible = options.get("llm.EnableRemoteCacheAccessible") == "1"
         self._initialized = True
         self._is_call_linked = False
@@ -36,7 +37,7 @@ class ManagerBase:
         if not self._initialized:
             hint = "call init again and take the new cache_manager"
             message = f"[{operation}] failed, error code is {status}, the LLMDataDist was finalized: {hint}."
-            raise LLMException(message, status_code=status, operation=operation, phase="check", hint=hint)
+            raise exception_for(status, message, operation=operation, phase="check", hint=hint)
         return self._engine
 
 

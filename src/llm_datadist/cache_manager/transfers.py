@@ -213,6 +213,7 @@ class Transfers(ManagerBase):
         utils.check_int64("size", size)
         raise_if_false(size == -1, "size of push_cache can only be -1 (the whole entry), but is {}", size)
         if not src_layers:
+            self._check_no_layer("push_cache", src_cache)
             return
         request = PushRequest(
             operation="push_cache",
@@ -279,6 +280,7 @@ class Transfers(ManagerBase):
         src_layers, dst_layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         utils.require("dst_cache_key", dst_cache_key, "a BlocksCacheKey")
         if not src_layers:
+            self._check_no_layer("push_blocks", src_cache)
             return
         request = PushRequest(
             operation="push_blocks",
@@ -347,6 +349,10 @@ class Transfers(ManagerBase):
             src_cache.cache_desc.num_tensors,
         )
         plans = [plan_config(src_cache, config, blocks) for config in transfer_configs]
+        raise_if_true(
+            self._strict and self._accessible and any(plan.request.src_layers.start for plan in plans),
+            "src_layer_range must begin with layer 0, as in the original (LLMConfig.strict_constraints is set)",
+        )
         transfer = LayerTransfer(layer_synchronizer, plans, lambda request: self._live(OPERATION).push(request))
         transfer.start()
         return CacheTask(transfer)
@@ -373,6 +379,14 @@ class Transfers(ManagerBase):
             self.check_cache_key(key)
         utils.require("src_blocks", src_blocks, "an empty list, or leave it out", TypeError)
         raise_if_true(src_blocks, "src_blocks is only for a BlocksCacheKey, but the key is {!r}", key)
+
+    def _check_no_layer(self, operation: str, cache: Cache) -> None:
+        raise_if_true(
+            self._strict,
+            "{} of a cache of {} tensors moves nothing, not even one layer (LLMConfig.strict_constraints is set)",
+            operation,
+            cache.cache_desc.num_tensors,
+        )
 
     def _check_push_allowed(self, operation: str) -> None:
         raise_if_false(

@@ -11,7 +11,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMClusterInfo, LLMRole, parse_listen_ip_info
 from llm_datadist.datadist.init_options import effective_options, role_name
 from llm_datadist.datadist.link_arguments import check_clusters, check_link_arguments, overall, peer_address
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_true
+from llm_datadist.status import LLMException, LLMFailedError, LLMParamInvalidError, LLMStatusCode, raise_if_true
 from llm_datadist.utils import log, utils
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class _Instances:
                     f"{other.cluster_id} is initialised in this process: finalize it first, or, to have several, set "
                     "LLMConfig.allow_multiple_instances = True (option llm.AllowMultipleInstances = '1') for this one."
                 )
-                raise LLMException(
-                    message, status_code=LLMStatusCode.LLM_FAILED, operation="init", phase="check", retryable=True
-                )
+                raise LLMFailedError(message, operation="init", phase="check", retryable=True)
             self._taken.append(instance)
 
     def publish(self) -> None:
@@ -245,6 +243,24 @@ class LLMDataDist:
         peers = [peer_address(cluster, with_locals=False) for cluster in clusters]
         return overall(engine.unlink_clusters(peers, int(timeout), force=bool(force)) if peers else [])
 
+    def last_link_error(self, cluster_id: int) -> LLMException | None:
+        """Why the last :meth:`link_clusters` or :meth:`unlink_clusters` for a cluster failed.
+
+        The two return a status that several causes share; this is the whole story, and what was logged.
+
+        Returns:
+            An exception that has not been raised (the caller may): its text names address, cause and remedy, its
+            ``status_code`` is the status that was returned, ``retryable`` and ``hint`` as in every LLMException. None
+            if the last call for this cluster succeeded, or there was none. Failures of the last 1024 clusters are kept.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: does not fit unsigned 64 bits.
+        """
+        engine = self._running()
+        utils.check_uint64("cluster_id", cluster_id)
+        return engine.last_link_error(int(cluster_id))
+
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
         """Take another role, or the same one: listen where the options say, or stop listening if they do not.
 
@@ -263,6 +279,11 @@ class LLMDataDist:
         utils.check_isinstance("role", role, LLMRole)
         utils.check_isinstance("switch_options", switch_options, dict)
         role_name(role)
+        strict = self._engine_options.get("llm.StrictConstraints") == "1" and role == LLMRole.PROMPT
+        raise_if_true(
+            strict and "llm.listenIpInfo" not in (switch_options or {}),
+            "switch_role to PROMPT needs llm.listenIpInfo, as in the original (LLMConfig.strict_constraints is set)",
+        )
         listen = None
         if switch_options and "llm.listenIpInfo" in switch_options:
             listen = parse_listen_ip_info(switch_options["llm.listenIpInfo"])
@@ -382,4 +403,4 @@ def _not_initialized() -> RuntimeError:
 def _refuse_older_mode(name: str, remedy: str) -> NoReturn:
     status = LLMStatusCode.LLM_PARAM_INVALID
     message = f"[{name}] failed, error code is {status}, it is not available with the cache manager: {remedy}."
-    raise LLMException(message, status_code=status, operation=name, phase="check", hint=remedy)
+    raise LLMParamInvalidError(message, operation=name, phase="check", hint=remedy)

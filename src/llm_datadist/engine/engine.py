@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist.engine import local, loopback
+from llm_datadist.engine import constraints, local, loopback
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
@@ -116,6 +116,14 @@ class Engine:
                 message = f"address {addr} is not a 64-bit address: only support 0 to 2**64-1"
                 raise TypeError(message)
         _check_spec(spec, operation)
+        if self.options.strict_constraints:
+            constraints.check_register(
+                operation,
+                spec,
+                accessible=accessible,
+                linked=self._links.any_live(),
+                registered=self._core.catalogue.all(),
+            )
         if not addrs or len(addrs) != spec.num_tensors:
             raise invalid(operation, f"{len(addrs)} addresses for {spec.num_tensors} tensors")
         size = geometry_of(spec).tensor_size
@@ -183,6 +191,8 @@ class Engine:
             LLMException: LLM_LINK_BUSY if transfers still use the memory after the synchronous timeout; call again.
         """
         self._check("unregister_cache")
+        if self.options.strict_constraints:
+            constraints.check_unregister(linked=self._links.any_live())
         entry = self._core.catalogue.get(cache_id)
         if entry is not None:
             self._take_back(entry, "unregister_cache")
@@ -304,25 +314,37 @@ class Engine:
 
     def pull(self, request: PullRequest, deadline: Deadline | None = None) -> None:
         """See ``Transfers.pull``; the default deadline is that of a transfer that starts now."""
-        self._check(request.operation)
+        self._check_request(request)
         self._transfers.pull(request, deadline or self.deadline())
 
     def push(self, request: PushRequest, deadline: Deadline | None = None) -> None:
         """See ``Transfers.push``; the default deadline is that of a transfer that starts now."""
-        self._check(request.operation)
+        self._check_request(request)
         self._transfers.push(request, deadline or self.deadline())
+
+    def _check_request(self, request: PullRequest | PushRequest) -> None:
+        self._check(request.operation)
+        if self.options.strict_constraints:
+            constraints.check_request(request, self._core.catalogue.get(request.cache_id), self.options)
 
     # Links
 
     def link_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
         """Link several clusters at once; one status each, failures are logged with their reason."""
         self._check("link_clusters")
+        if self.options.strict_constraints:
+            constraints.check_link(peers)
         return self._links.link_clusters(peers, timeout_ms)
 
     def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
         """Unlink several clusters at once; one status each, failures are logged with their reason."""
         self._check("unlink_clusters")
         return self._links.unlink_clusters(peers, timeout_ms, force=force)
+
+    def last_link_error(self, cluster_id: int) -> LLMException | None:
+        """Why the last ``link_clusters`` or ``unlink_clusters`` for a cluster failed, if it did."""
+        self._check("last_link_error")
+        return self._links.last_failure(cluster_id)
 
     def switch_role(self, listen: tuple[str, int] | None) -> None:
         """Change where it listens; None stops listening.

@@ -12,10 +12,11 @@ from llm_datadist.paths.base import (
     PathTimeoutError,
     PeerGoneError,
 )
-from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.status import EXCEPTIONS, LLMStatusCode, exception_for
 
 if TYPE_CHECKING:
     from llm_datadist.engine.link import PeerLink
+    from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
 
 RELINK_HINT: Final = "unlink the cluster with force=True and link it again"
@@ -24,9 +25,16 @@ RELINK_HINT: Final = "unlink the cluster with force=True and link it again"
 class LinkError(Exception):
     """A cluster could not be linked or unlinked; reported as a status, not raised to the caller."""
 
-    def __init__(self, code: LLMStatusCode, reason: str) -> None:
+    def __init__(self, code: LLMStatusCode, reason: str, *, retryable: bool = False, hint: str | None = None) -> None:
         super().__init__(reason)
-        self.code = code
+        self.code = produced(code)
+        self.retryable = retryable
+        self.hint = hint
+
+
+def produced(code: LLMStatusCode) -> LLMStatusCode:
+    """The status if it is one that this library produces as a failure: a peer may say anything, even LLM_SUCCESS."""
+    return code if code in EXCEPTIONS else LLMStatusCode.LLM_FAILED
 
 
 def failure(
@@ -44,10 +52,11 @@ def failure(
 
     Its text is ``[operation] failed, error code is <code>, <context>.``, as in the original.
     """
+    code = produced(code)
     advice = f"; {hint}" if hint else ""
-    return LLMException(
+    return exception_for(
+        code,
         f"[{operation}] failed, error code is {code}, {context}{advice}.",
-        status_code=code,
         operation=operation,
         peer=peer,
         path=path,
@@ -68,11 +77,14 @@ def path_failure(
     """The exception for an error of a path; it tells the end of the link from that of one data connection."""
     if isinstance(error, ConnectionLostError) and link.ends(deadline):
         gone = PeerGoneError(f"the link ended: {error}", quiescent=error.quiescent)
+        gone.progress = error.progress
         return transfer_failure(gone, operation, link.cluster_id, path, deadline)
     return transfer_failure(error, operation, link.cluster_id, path, deadline)
 
 
-def transfer_failure(error: Exception, operation: str, peer: int, path: str | None, deadline: Deadline) -> LLMException:
+def transfer_failure(
+    error: Exception, operation: str, peer: int, path: str | None, deadline: Deadline, phase: str = "transfer"
+) -> LLMException:
     """The exception for an error of a path, or of the control connection, during a transfer."""
     code, hint, retryable = LLMStatusCode.LLM_FAILED, None, False
     if isinstance(error, (PathTimeoutError, ReplyTimeoutError)) or (
@@ -91,4 +103,8 @@ def transfer_failure(error: Exception, operation: str, peer: int, path: str | No
         context += (
             " (the peer did not confirm that it has stopped writing: do not use the destination until it is unlinked)"
         )
-    return failure(code, operation, context, peer=peer, path=path, phase="transfer", retryable=retryable, hint=hint)
+    failed = failure(code, operation, context, peer=peer, path=path, phase=phase, retryable=retryable, hint=hint)
+    if isinstance(error, PathError):
+        failed.quiescent = error.quiescent
+        failed.bytes_done = error.progress.bytes_done if error.progress is not None else None
+    return failed

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist.engine.errors import LinkError
 from llm_datadist.engine.link import Link
+from llm_datadist.engine.link_failures import cannot_connect
 from llm_datadist.engine.service import refuse
 from llm_datadist.engine.session import Session
 from llm_datadist.net.address import text
@@ -64,9 +65,7 @@ class Handshaker:
             raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, str(error)) from error
         except OSError as error:
             late = isinstance(error, TimeoutError) or deadline.expired()
-            code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_LINK_FAILED
-            message = f"cannot connect to {text(address)}: {error.strerror or error}"
-            raise LinkError(code, message) from error
+            raise cannot_connect(error, text(address), late=late) from error
         session = Session(Channel(sock, self._core.loop), self._core, self)
         session.channel.start()
         try:
@@ -74,9 +73,15 @@ class Handshaker:
         except BaseException as error:
             session.give_up(f"link given up: {error}")
             if isinstance(error, ChannelClosedError):
-                raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
+                hint = "see whether it is an LLMDataDist that listens there, of a fitting version, and still runs"
+                raise LinkError(
+                    LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}", retryable=True, hint=hint
+                ) from error
             if isinstance(error, ReplyTimeoutError):
-                raise LinkError(LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}") from error
+                hint = "somebody listens there, but does not answer: see whether it is an LLMDataDist, and not stalled"
+                raise LinkError(
+                    LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}", retryable=True, hint=hint
+                ) from error
             raise
 
     def _introduce(
@@ -126,7 +131,8 @@ class Handshaker:
         try:
             return route.connect(deadline).name
         except PathError as error:
-            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
+            hint = "see LLMConfig.paths on both sides, and what is said of each path"
+            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, str(error), hint=hint) from error
 
     def _open_forward(
         self, link: Link, address: Address, count: int, deadline: Deadline
@@ -232,7 +238,8 @@ class Handshaker:
         if messages.agree_on_version(hello.versions) is None:
             ours = f"{messages.VERSION_MIN} to {messages.VERSION_MAX}"
             theirs = f"{hello.versions[0]} to {hello.versions[1]}"
-            return refuse(LLMStatusCode.LLM_LINK_FAILED, f"protocol versions {theirs} and {ours} have none in common")
+            reason = f"protocol versions {theirs} and {ours} have none in common: upgrade the side with the older one"
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, reason)
         if hello.remote_accessible != core.options.remote_accessible:
             self._comms.refused(hello.comm, hello.identity.cluster_id, "enable_remote_cache_accessible differs")
             reason = (
@@ -318,7 +325,9 @@ def _agreed(reply: messages.Body, wanted: type[T]) -> T:
     if isinstance(reply, wanted):
         return reply
     if isinstance(reply, messages.Refuse):
-        raise LinkError(code_2_status(reply.code), f"refused by the peer: {reply.reason}")
+        code = code_2_status(reply.code)
+        retryable = code is LLMStatusCode.LLM_PROCESSING_LINK
+        raise LinkError(code, f"refused by the peer: {reply.reason}", retryable=retryable)
     message = f"the peer answered with {type(reply).__name__}"
     raise LinkError(LLMStatusCode.LLM_FAILED, message)
 

@@ -129,12 +129,15 @@ class PeerLink(abc.ABC):
         """Tickets of the transfers that run."""
         self.pairings: dict[tuple[int, int], Pairing] = {}
         """What small transfers know already, by the peer's model id and the local cache id."""
+        self.noted: set[tuple[int, int]] = set()
+        """Pairs of the peer's and local cache ids of which it was said that their data types differ."""
 
     def forget_cache(self, cache_id: int) -> None:
         """A local cache has gone: what small transfers know of it is of no use any more."""
         for key in tuple(self.pairings):
             if key[1] == cache_id:
                 self.pairings.pop(key, None)
+        self.noted -= {pair for pair in tuple(self.noted) if pair[1] == cache_id}
 
     def catalogue(self, deadline: Deadline, outdated: PeerCatalogue | None = None) -> PeerCatalogue:
         """The peer's catalogue: the one known already, unless it is ``outdated``; then it is fetched again.

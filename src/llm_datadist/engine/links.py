@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.errors import RELINK_HINT, LinkError, failure
 from llm_datadist.engine.link import LinkState
-from llm_datadist.net.address import text
+from llm_datadist.engine.link_failures import LinkFailures
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
@@ -148,7 +148,7 @@ class LinkTable:
         with self._lock:
             if not self.changed.wait_for(lambda: cluster_id not in self._attempts, deadline.remaining()):
                 message = "another thread is still linking this cluster"
-                raise LinkError(LLMStatusCode.LLM_PROCESSING_LINK, message)
+                raise LinkError(LLMStatusCode.LLM_PROCESSING_LINK, message, retryable=True, hint="wait for it")
             link = self._links.get(cluster_id)
             if link is None:
                 self._attempts.add(cluster_id)
@@ -184,6 +184,7 @@ class Linker:
         self._workers = workers
         self._hixl = hixl
         self._need_local = need_local
+        self.failures = LinkFailures()
 
     def link(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
         """Link all peers; failures are logged with their reason."""
@@ -202,9 +203,9 @@ class Linker:
             try:
                 work(peer)
             except LinkError as error:
-                where = ", ".join(text(remote) for remote in peer.remotes) or "no address given"
-                log.error("cannot %s cluster %d (%s): %s: %s", verb, peer.cluster_id, where, error.code, error)
+                self.failures.add(f"{verb}_clusters", peer, error)
                 return error.code
+            self.failures.forget(peer.cluster_id)
             return LLMStatusCode.LLM_SUCCESS
 
         if len(peers) == 1:
@@ -233,8 +234,9 @@ class Linker:
             return
         # With the hixl backend each side makes its own link; ours serves both.
         if not self._hixl or link.initiated_here:
-            message = "the clusters are linked already"
-            raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, message)
+            message = f"the clusters are linked already (with pid {link.peer.identity.pid} at {link.address})"
+            hint = "use that link, or unlink first; two processes need two cluster ids"
+            raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, message, hint=hint)
         link.initiated_here = True
 
     def _dial_until(self, peer: PeerAddress, deadline: Deadline) -> Link:
@@ -261,8 +263,8 @@ class Linker:
             if lost is None or force or self._hixl:
                 self._table.forget(peer.cluster_id)
                 return
-            message = f"the peer cannot be told, the link was lost ({lost}): use force=True"
-            raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message)
+            message = f"the peer cannot be told, the link was lost ({lost})"
+            raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message, hint="use force=True")
         if force:
             self._end.force(link, deadline)
         else:
@@ -290,17 +292,17 @@ class LinkEnder:
         if not link.wait_idle(deadline):
             link.resume()
             message = "transfers over the link did not end in time"
-            raise LinkError(LLMStatusCode.LLM_TIMEOUT, message)
+            raise LinkError(LLMStatusCode.LLM_TIMEOUT, message, retryable=True, hint="try again, or use force=True")
         try:
             link.request(messages.Bye(reason="unlinked"), deadline)
         except ReplyTimeoutError as error:
             link.resume()
-            message = "the peer did not answer in time: use force=True to end the link on this side alone"
-            raise LinkError(LLMStatusCode.LLM_TIMEOUT, message) from error
+            message, hint = "the peer did not answer in time", "use force=True to end the link on this side alone"
+            raise LinkError(LLMStatusCode.LLM_TIMEOUT, message, retryable=True, hint=hint) from error
         except ChannelClosedError as error:
             if not link.peer_said_bye:
-                message = f"the peer could not be told: {error}; use force=True"
-                raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message) from error
+                message = f"the peer could not be told: {error}"
+                raise LinkError(LLMStatusCode.LLM_UNLINK_FAILED, message, hint="use force=True") from error
         self.drop(link, "unlinked")
         # The peer may have closed the connection before this thread got here; that was no loss.
         self._table.forget(link.cluster_id)

@@ -9,8 +9,9 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
-from llm_datadist.engine.errors import failure, invalid
+from llm_datadist.engine.errors import LinkError, failure, invalid
 from llm_datadist.engine.link import LinkReport, LinkState, PeerLink
+from llm_datadist.engine.link_failures import LinkFailures
 from llm_datadist.engine.network import Links
 from llm_datadist.engine.requests import MemStatus
 from llm_datadist.engine.service import Holds
@@ -20,12 +21,13 @@ from llm_datadist.status import LLMStatusCode
 from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from llm_datadist.engine.core import Core
     from llm_datadist.engine.requests import PeerAddress
     from llm_datadist.net.address import Address
     from llm_datadist.paths.base import Path
+    from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
 
 _depth = 0
@@ -110,6 +112,7 @@ class LoopbackLinks(Links):
         self._comms: dict[int, set[int]] = {}
         self._ids = itertools.count(1)
         self._address: Address | None = None
+        self._failures = LinkFailures()
 
     @property
     def listen_address(self) -> Address | None:
@@ -144,26 +147,41 @@ class LoopbackLinks(Links):
     def link_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
         """See ``Links.link_clusters``."""
         del timeout_ms
-        return [self._link_one(peer) for peer in peers]
+        return [self._each("link_clusters", peer, self._link_one) for peer in peers]
 
-    def _link_one(self, peer: PeerAddress) -> LLMStatusCode:
-        if len(peer.remotes) != 1:
-            return LLMStatusCode.LLM_PARAM_INVALID
-        if peer.cluster_id in self._links:
-            return LLMStatusCode.LLM_ALREADY_LINK
-        self._links[peer.cluster_id] = LoopbackLink(peer.cluster_id, self._core)
+    def _each(self, operation: str, peer: PeerAddress, work: Callable[[PeerAddress], None]) -> LLMStatusCode:
+        try:
+            work(peer)
+        except LinkError as error:
+            self._failures.add(operation, peer, error)
+            return error.code
+        self._failures.forget(peer.cluster_id)
         return LLMStatusCode.LLM_SUCCESS
+
+    def _link_one(self, peer: PeerAddress) -> None:
+        if len(peer.remotes) != 1:
+            message = f"exactly one remote address is needed, {len(peer.remotes)} given"
+            raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, message)
+        if peer.cluster_id in self._links:
+            message = "the clusters are linked already"
+            raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, message)
+        self._links[peer.cluster_id] = LoopbackLink(peer.cluster_id, self._core)
 
     def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
         """See ``Links.unlink_clusters``."""
         del timeout_ms
-        statuses = []
-        for peer in peers:
-            bad = not force and not self._core.options.hixl and len(peer.remotes) != 1
-            statuses.append(LLMStatusCode.LLM_PARAM_INVALID if bad else LLMStatusCode.LLM_SUCCESS)
-            if not bad:
-                self._links.pop(peer.cluster_id, None)
-        return statuses
+
+        def unlink(peer: PeerAddress) -> None:
+            if not force and not self._core.options.hixl and len(peer.remotes) != 1:
+                message = f"without force exactly one remote address is needed, {len(peer.remotes)} given"
+                raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, message)
+            self._links.pop(peer.cluster_id, None)
+
+        return [self._each("unlink_clusters", peer, unlink) for peer in peers]
+
+    def last_failure(self, cluster_id: int) -> LLMException | None:
+        """See ``Links.last_failure``."""
+        return self._failures.get(cluster_id)
 
     def switch_role(self, address: Address | None) -> None:
         """See ``Links.switch_role``."""

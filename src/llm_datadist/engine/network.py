@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.link import Link, LinkReport, PeerLink
     from llm_datadist.engine.requests import MemStatus, PeerAddress
     from llm_datadist.net.address import Address
+    from llm_datadist.status import LLMException
 
 _CLOSE_S: Final = 1.0
 
@@ -74,6 +75,10 @@ class Links(abc.ABC):
     @abc.abstractmethod
     def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
         """Unlink several clusters at once; one status each."""
+
+    @abc.abstractmethod
+    def last_failure(self, cluster_id: int) -> LLMException | None:
+        """See ``LinkFailures.get``."""
 
     @abc.abstractmethod
     def switch_role(self, address: Address | None) -> None:
@@ -171,6 +176,10 @@ class NetworkLinks(Links):
     def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
         """See ``Links.unlink_clusters``."""
         return self._linker.unlink(peers, timeout_ms, force=force)
+
+    def last_failure(self, cluster_id: int) -> LLMException | None:
+        """See ``Links.last_failure``."""
+        return self._linker.failures.get(cluster_id)
 
     def switch_role(self, address: Address | None) -> None:
         """See ``Links.switch_role``."""

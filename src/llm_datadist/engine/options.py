@@ -26,6 +26,7 @@ _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
 _MAX_PORT: Final = 65_535
+_MAX_HOST_POOL: Final = 20 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class EngineOptions:
     paths: tuple[str, ...] = DEFAULT_ORDER
     huge_pages: bool = True
     """Whether the kernel is asked for huge pages under the memory of caches."""
+    strict_constraints: bool = False
+    """Whether documented constraints of the original are errors."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -74,10 +77,11 @@ class EngineOptions:
         if hixl and not accessible:
             raise reader.error("llm.EnableRemoteCacheAccessible", '"1" with the transfer backend hixl')
         reader.number("llm.LinkRetryCount", 1, 100, default=1)
-        _check_rdma(reader, strict=hixl)
+        strict = reader.choice("llm.StrictConstraints", ("0", "1"), default="0") == "1"
+        _check_rdma(reader, strict=hixl or strict)
         if hixl:
             reader.json_object("llm.GlobalResourceConfig")
-        return cls(
+        parsed = cls(
             remote_accessible=accessible,
             sync_timeout_ms=reader.number("llm.SyncKvCacheWaitTime", 0, _INT32_MAX, default=DEFAULT_SYNC_TIMEOUT_MS),
             listen=_listen(reader),
@@ -92,7 +96,11 @@ class EngineOptions:
             ),
             paths=_paths(reader),
             huge_pages=_huge_pages(reader),
+            strict_constraints=strict,
         )
+        if strict:
+            _check_constraints(reader, parsed)
+        return parsed
 
 
 class _Reader:
@@ -197,11 +205,28 @@ def _huge_pages(reader: _Reader) -> bool:
     return text == "1"
 
 
+def _check_constraints(reader: _Reader, options: EngineOptions) -> None:
+    """What the original allows of values that it knows, too; see docs/compatibility.md."""
+    why = "with strict constraints"
+    if options.listen is not None and ":" in options.listen[0]:
+        raise reader.error("llm.ListenIp", f"an IPv4 address {why}")
+    if options.listen is not None and not options.listen[1]:
+        raise reader.error("llm.ListenPort", f"from 1 to {_MAX_PORT} {why}")
+    if options.max_registered_addrs > DEFAULT_MAX_ADDRS:
+        raise reader.error("llm.MaxRegisteredAddrs", f"at most {DEFAULT_MAX_ADDRS} {why}")
+    if options.host_pool is not None and options.host_pool.size_bytes > _MAX_HOST_POOL:
+        raise reader.error("llm.HostMemPoolConfig", f"a pool of at most {_MAX_HOST_POOL} bytes {why}")
+    if reader.get("llm.AllowMultipleInstances") == "1":
+        raise reader.error("llm.AllowMultipleInstances", f'"0" {why}')
+
+
 def _check_rdma(reader: _Reader, *, strict: bool) -> None:
     """Accepted for compatibility; only the hixl backend of the original restricts the values."""
     traffic = reader.number("llm.RdmaTrafficClass", 0, _UINT32_MAX, default=132)
     level = reader.number("llm.RdmaServiceLevel", 0, _UINT32_MAX, default=4)
     if strict and not (traffic <= 255 and traffic % 4 == 0):  # noqa: PLR2004 - the field has eight bits
-        raise reader.error("llm.RdmaTrafficClass", "a multiple of 4 from 0 to 255 with the transfer backend hixl")
+        raise reader.error(
+            "llm.RdmaTrafficClass", "a multiple of 4 from 0 to 255 with the transfer backend hixl, or strict"
+        )
     if strict and level > 7:  # noqa: PLR2004 - the field has three bits
-        raise reader.error("llm.RdmaServiceLevel", "from 0 to 7 with the transfer backend hixl")
+        raise reader.error("llm.RdmaServiceLevel", "from 0 to 7 with the transfer backend hixl, or strict")

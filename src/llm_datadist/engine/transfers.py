@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import numpy as np
 
+from llm_datadist.engine.compatibility import misfit, note_data_types
 from llm_datadist.engine.errors import failure, invalid, path_failure, transfer_failure
 from llm_datadist.engine.few import FewTransfers, few_name
 from llm_datadist.engine.peer_catalogue import peer_cache
@@ -24,7 +25,7 @@ from llm_datadist.engine.planning import (
     plan_to_addresses,
     source_tensors,
 )
-from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey
+from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey, PullRequest, PushRequest
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.link import PeerLink
     from llm_datadist.engine.network import Links
     from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
-    from llm_datadist.engine.requests import Key, PullRequest, PushRequest
+    from llm_datadist.engine.requests import Key
     from llm_datadist.paths.base import Path
     from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
@@ -93,7 +94,7 @@ class Transfers:
                 _check_accessible(local, request)
                 self._with_catalogue(request, request.key, link, local, spans, deadline, pull=True)
             else:
-                self._with_lookup(request, link, spans, deadline)
+                self._with_lookup(request, link, local, spans, deadline)
         finally:
             try:
                 local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
@@ -159,13 +160,16 @@ class Transfers:
         for _ in range(_MAX_ATTEMPTS):
             try:
                 remote, batch_index = _find(request, catalogue, key, pull=pull)
-                path = self._move(request, link, spans(remote, batch_index), deadline, catalogue.epoch, pull=pull)
+                planned = spans(remote, batch_index)
+                note_data_types(link, local, remote)
+                path = self._move(request, link, local, planned, deadline, catalogue.epoch, pull=pull)
             except (StaleEpochError, UnknownRegionError):
                 pass
-            except (KeyError, LayoutError) as error:
+            except LayoutError as error:
                 if refreshed:
-                    if isinstance(error, LayoutError):
-                        raise invalid(request.operation, str(error), peer=request.cluster_id) from error
+                    raise misfit(request, local, remote, error) from error
+            except KeyError as error:
+                if refreshed:
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
                 name = few_name(key)
@@ -176,7 +180,9 @@ class Transfers:
             catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))
         raise missing(request, f"the cache for {key} of cluster {request.cluster_id} does not stay registered")
 
-    def _with_lookup(self, request: PullRequest, link: PeerLink, spans: Plan, deadline: Deadline) -> None:
+    def _with_lookup(
+        self, request: PullRequest, link: PeerLink, local: CacheEntry, spans: Plan, deadline: Deadline
+    ) -> None:
         """Let the peer look the source up; it holds the cache until ``Finish``."""
         ask = messages.Lookup(key=_key_ref(request.key), timeout_ms=max(1, int(deadline.remaining() * 1000)))
         found = self._asking(request, deadline, lambda: link.request(ask, deadline))
@@ -184,16 +190,17 @@ class Transfers:
             raise _refused(found, request)
         moved = False
         try:
-            remote = peer_cache(found.cache)
+            remote = _understood(found.cache, request)
             if remote.has_blocks != (request.src_blocks is not None):
                 kind = "a" if remote.has_blocks else "not a"
-                raise invalid(
-                    request.operation, f"cache {remote.cache_id} of cluster {request.cluster_id} is {kind} blocks cache"
-                )
-            self._move(request, link, spans(remote, found.batch_index), deadline, 0, pull=True)
+                message = f"cache {remote.cache_id} of cluster {request.cluster_id} is {kind} blocks cache"
+                raise LayoutError(message)
+            planned = spans(remote, found.batch_index)
+            note_data_types(link, local, remote)
+            self._move(request, link, local, planned, deadline, 0, pull=True)
             moved = True
-        except (LayoutError, ValueError) as error:
-            raise invalid(request.operation, str(error), peer=request.cluster_id) from error
+        except LayoutError as error:
+            raise misfit(request, local, remote, error) from error
         except (RegionError, KeyError) as error:
             raise missing(request, f"cluster {request.cluster_id} released the source meanwhile: {error}") from error
         finally:
@@ -204,9 +211,9 @@ class Transfers:
             range(remote.num_tensors) if layers is None else range(layers.start * per_layer, layers.stop * per_layer)
         )
         finish = messages.Finish(hold=found.hold, success=True, start=tensors.start, stop=tensors.stop)
-        ended = self._asking(request, deadline, lambda: link.request(finish, deadline))
+        ended = self._asking(request, deadline, lambda: link.request(finish, deadline), "confirm")
         if not isinstance(ended, messages.Ok):
-            raise _refused(ended, request)
+            raise _refused(ended, request, "confirm")
 
     def _to_addresses(
         self, request: PushRequest, link: PeerLink, local: CacheEntry, ids: BlockIds, deadline: Deadline
@@ -228,14 +235,22 @@ class Transfers:
             runs=runs,
         )
         try:
-            self._move(request, link, spans, deadline, 0, pull=False)
+            self._move(request, link, local, spans, deadline, 0, pull=False)
         except RegionError as error:
             raise invalid(
                 request.operation, f"the destination was unregistered: {error}", peer=request.cluster_id
             ) from error
 
     def _move(
-        self, request: Request, link: PeerLink, spans: Spans, deadline: Deadline, epoch: int, *, pull: bool
+        self,
+        request: PullRequest | PushRequest,
+        link: PeerLink,
+        local: CacheEntry,
+        spans: Spans,
+        deadline: Deadline,
+        epoch: int,
+        *,
+        pull: bool,
     ) -> Path:
         """Move spans over the link's path, or the one for memory beyond its reach; the path that did it.
 
@@ -261,7 +276,9 @@ class Transfers:
                 else:
                     return path
         except (PathError, ChannelClosedError) as error:
-            raise path_failure(error, request.operation, link, name, deadline) from error
+            failed = path_failure(error, request.operation, link, name, deadline)
+            failed.finished_blocks = _finished_blocks(error, request, local)
+            raise failed from error
         except RegionError as error:
             if isinstance(error, (StaleEpochError, UnknownRegionError)) and not deadline.expired():
                 raise
@@ -273,11 +290,11 @@ class Transfers:
             finally:
                 link.end(deadline)
 
-    def _asking(self, request: Request, deadline: Deadline, ask: Callable[[], T]) -> T:
+    def _asking(self, request: Request, deadline: Deadline, ask: Callable[[], T], phase: str = "lookup") -> T:
         try:
             return ask()
         except (ChannelClosedError, ReplyTimeoutError) as error:
-            raise transfer_failure(error, request.operation, request.cluster_id, None, deadline) from error
+            raise transfer_failure(error, request.operation, request.cluster_id, None, deadline, phase) from error
 
 
 def _find(request: Request, catalogue: PeerCatalogue, key: Key, *, pull: bool) -> tuple[PeerCache, int]:
@@ -302,13 +319,33 @@ def missing(request: Request, context: str) -> LLMException:
     return failure(code, request.operation, context, peer=request.cluster_id, phase="lookup")
 
 
-def _refused(reply: messages.Body, request: Request) -> LLMException:
+def _understood(cache: messages.CacheInfo, request: Request) -> PeerCache:
+    try:
+        return peer_cache(cache)
+    except ValueError as error:
+        raise invalid(request.operation, str(error), peer=request.cluster_id) from error
+
+
+def _finished_blocks(error: Exception, request: PullRequest | PushRequest, local: CacheEntry) -> tuple[int, ...] | None:
+    """The destination blocks that a transfer which failed has filled, as far as that is known."""
+    if not isinstance(error, PathError) or error.progress is None or request.dst_blocks is None:
+        return None
+    pulled = isinstance(request, PullRequest)
+    size = local.geometry.stride
+    if isinstance(request, PushRequest) and request.src_blocks is None:
+        size = request.dst_block_size
+    if not size:
+        return None
+    return error.progress.finished_blocks(np.array(request.dst_blocks, dtype=np.int64), size, local=pulled)
+
+
+def _refused(reply: messages.Body, request: Request, phase: str = "lookup") -> LLMException:
     """The exception for a look-up that the peer refused."""
     if not isinstance(reply, messages.Refuse):
         context = f"cluster {request.cluster_id} answered with {type(reply).__name__}"
-        return failure(LLMStatusCode.LLM_FAILED, request.operation, context, peer=request.cluster_id, phase="lookup")
+        return failure(LLMStatusCode.LLM_FAILED, request.operation, context, peer=request.cluster_id, phase=phase)
     context = f"cluster {request.cluster_id}: {reply.reason}"
-    return failure(code_2_status(reply.code), request.operation, context, peer=request.cluster_id, phase="lookup")
+    return failure(code_2_status(reply.code), request.operation, context, peer=request.cluster_id, phase=phase)
 
 
 def _key_ref(key: Key) -> messages.KeyRef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from typing import TYPE_CHECKING
@@ -10,7 +11,14 @@ from llm_datadist.cache.keys import destination_key, peer_of
 from llm_datadist.engine.requests import PushRequest
 from llm_datadist.layerwise.configs import TransferConfig
 from llm_datadist.layerwise.ranges import NUM_TENSORS_PER_LAYER, check_equal_length
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
+from llm_datadist.status import (
+    LLMException,
+    LLMParamInvalidError,
+    LLMStatusCode,
+    exception_for,
+    raise_if_false,
+    raise_if_true,
+)
 from llm_datadist.utils import log, utils
 
 if TYPE_CHECKING:
@@ -119,7 +127,7 @@ def _to_addresses(request: PushRequest, config: TransferConfig) -> PushRequest:
 def _to_key(request: PushRequest, config: TransferWithCacheKeyConfig) -> PushRequest:
     if config.cache_key is None:
         message = "cache_key of a transfer config is None: set the key of the destination cache"
-        raise LLMException(message, status_code=LLMStatusCode.LLM_PARAM_INVALID, operation=OPERATION, phase="check")
+        raise LLMParamInvalidError(message, operation=OPERATION, phase="check")
     check_equal_length(request.src_layers, config.dst_layer_range)
     return dataclasses.replace(
         request,
@@ -143,6 +151,10 @@ class LayerTransfer:
         self._plans = plans
         self._push = push
         self._results: list[LLMStatusCode | None] = [None] * len(plans)
+        self._errors: list[LLMException | None] = [None] * len(plans)
+        self._lock = threading.RLock()  # a signal handler may cancel
+        self._pushing = False
+        self._cancelled = False
         self._done = threading.Event()
 
     def start(self) -> None:
@@ -155,14 +167,33 @@ class LayerTransfer:
         try:
             thread.start()
         except RuntimeError as error:
-            status = LLMStatusCode.LLM_FAILED
-            message = f"[{OPERATION}] failed, error code is {status}, no thread could be started: {error}."
-            raise LLMException(message, status_code=status, operation=OPERATION) from error
+            failed = _failed(f"no thread could be started: {error}")
+            raise failed from error
 
     def wait(self, timeout_in_millis: int | None) -> list[LLMStatusCode | None] | None:
         """The results once the task has ended; None when it still runs after the timeout (None: no timeout)."""
         seconds = None if timeout_in_millis is None else timeout_in_millis / 1000
         return list(self._results) if self._done.wait(seconds) else None
+
+    def cancel(self) -> bool:
+        """See ``CacheTask.cancel``."""
+        with self._lock:
+            if self._done.is_set():
+                return self._cancelled
+            self._cancelled = True
+            if not self._pushing:
+                self._settle()
+            return True
+
+    @property
+    def cancelled(self) -> bool:
+        """See ``CacheTask.cancelled``."""
+        return self._done.is_set() and self._cancelled
+
+    def errors(self) -> list[LLMException | None]:
+        """See ``CacheTask.get_errors``."""
+        with self._lock:
+            return list(self._errors)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -171,41 +202,87 @@ class LayerTransfer:
         layers = sorted({layer for plan in self._plans for layer in plan.request.src_layers})
         try:
             for layer in layers:
-                if not self._send_layer(layer):
+                if self._cancelled or not self._send_layer(layer):
                     break
         finally:
-            self._done.set()
+            with self._lock:
+                if not self._done.is_set():
+                    self._settle()
+
+    def _settle(self) -> None:
+        """End it: nothing is sent any more. Under the lock."""
+        unfinished = [index for index, result in enumerate(self._results) if result is None]
+        failed = any(result not in {None, LLMStatusCode.LLM_SUCCESS} for result in self._results)
+        self._cancelled = self._cancelled and bool(unfinished) and not failed
+        if self._cancelled:
+            self._fail(unfinished, _failed("the task was cancelled"))
+        self._done.set()
 
     def _send_layer(self, layer: int) -> bool:
         """Send one layer to every config that wants it; False ends the task."""
         wanting = [index for index, plan in enumerate(self._plans) if plan.covers(layer)]
         try:
-            if not self._synchronizer.synchronize_layer(layer, None):
-                log.error("synchronize_layer(%d) returned a false value: the transfer stops", layer)
-                self._fail(wanting, LLMStatusCode.LLM_PARAM_INVALID)
-                return False
-            return all(self._send(index, layer) for index in wanting)
+            ready = self._synchronizer.synchronize_layer(layer, None)
         except BaseException as error:  # noqa: BLE001 - also of SystemExit in the callback the caller must learn
             log.error("layer %d of %s failed: the transfer stops: %r", layer, OPERATION, error, exc_info=error)
-            self._fail(wanting, LLMStatusCode.LLM_FAILED)
+            self._fail(wanting, _failed(f"synchronize_layer({layer}) raised {error!r}", layer))
             return False
+        if not ready and not self._cancelled:
+            log.error("synchronize_layer(%d) returned a false value: the transfer stops", layer)
+            context = f"synchronize_layer({layer}) returned {ready!r}"
+            self._fail(wanting, _failed(context, layer, LLMStatusCode.LLM_PARAM_INVALID))
+            return False
+        return all(self._send(index, layer) for index in wanting)
 
     def _send(self, index: int, layer: int) -> bool:
+        """Send one layer to one config; False ends the task."""
+        with self._lock:
+            if self._cancelled:
+                return False
+            self._pushing = True
+        plan = self._plans[index]
+        sent = self._pushed(index, layer)
+        with self._lock:
+            self._pushing = False
+            if sent and plan.ends_with(layer):
+                self._results[index] = LLMStatusCode.LLM_SUCCESS
+        return sent
+
+    def _pushed(self, index: int, layer: int) -> bool:
         plan = self._plans[index]
         try:
             self._push(plan.request_of(layer))
         except LLMException as error:
             log.error("layer %d to cluster %d failed: %s", layer, plan.request.cluster_id, error)
-            self._fail([index], error.status_code or LLMStatusCode.LLM_FAILED)
+            self._fail([index], _kept(error, layer))
             return False
-        if plan.ends_with(layer):
-            self._results[index] = LLMStatusCode.LLM_SUCCESS
+        except BaseException as error:  # noqa: BLE001 - the caller must learn of it
+            log.error("layer %d of %s failed: the transfer stops: %r", layer, OPERATION, error, exc_info=error)
+            wanting = [index for index, plan in enumerate(self._plans) if plan.covers(layer)]
+            self._fail(wanting, _failed(f"layer {layer} to cluster {plan.request.cluster_id}: {error!r}", layer))
+            return False
         return True
 
-    def _fail(self, indices: Sequence[int], status: LLMStatusCode) -> None:
-        for index in indices:
-            if self._results[index] is None:
-                self._results[index] = status
+    def _fail(self, indices: Sequence[int], error: LLMException) -> None:
+        with self._lock:
+            for index in indices:
+                if self._results[index] is None and not self._done.is_set():
+                    self._results[index] = error.status_code
+                    self._errors[index] = error
+
+
+def _failed(context: str, layer: int | None = None, status: LLMStatusCode = LLMStatusCode.LLM_FAILED) -> LLMException:
+    message = f"[{OPERATION}] failed, error code is {status}, {context}."
+    return exception_for(status, message, operation=OPERATION, layer=layer)
+
+
+def _kept(error: LLMException, layer: int) -> LLMException:
+    """A copy that can be kept: it holds no frames, and through them nobody's memory."""
+    if error.status_code is LLMStatusCode.LLM_SUCCESS:  # "no status": never a success
+        return _failed(str(error), layer)
+    kept = copy.copy(error)
+    kept.layer = layer
+    return kept
 
 
 class CacheTask:
@@ -249,6 +326,35 @@ class CacheTask:
         """
         results = self._wait(timeout_in_millis)
         return [LLMStatusCode.LLM_TIMEOUT] * len(self._transfer) if results is None else results
+
+    def get_errors(self) -> list[LLMException | None]:
+        """What is known of the failures now, without waiting: one exception or None per config, never raised here.
+
+        Their ``layer`` is the local layer that could not be sent; ``quiescent`` tells whether its destination is quiet.
+        """
+        return self._transfer.errors()
+
+    def cancel(self) -> bool:
+        """Stop the task. Returns at once, from any thread, also from within ``synchronize_layer``.
+
+        A layer that is being sent to a peer is sent to its end, or fails by its deadline (``sync_kv_timeout``); nothing
+        is sent after it. Then the task ends: configs that are not complete get LLM_FAILED, and ``get_errors`` says that
+        the task was cancelled. If no layer is being sent, it ends before this returns, even if ``synchronize_layer``
+        still blocks: that call is not interrupted, but nothing is sent when it returns.
+
+        Once the task has ended, which is when ``synchronize`` returns something else than LLM_TIMEOUT, no byte of any
+        destination changes any more because of it, unless ``get_errors`` has an exception with ``quiescent`` False.
+
+        Returns:
+            True if the task ends, or has ended, because it was cancelled; False if it had ended before. A task whose
+            last layer was being sent may still end as if nothing had happened: ``cancelled`` tells afterwards.
+        """
+        return self._transfer.cancel()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the task has ended because it was cancelled."""
+        return self._transfer.cancelled
 
     def _wait(self, timeout_in_millis: int | None) -> list[LLMStatusCode | None] | None:
         if timeout_in_millis is not None:

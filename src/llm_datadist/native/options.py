@@ -30,6 +30,7 @@ _PASSED_ON: Final = (
     "llm.Paths",
     "llm.MaxRegisteredAddrs",
     "llm.HugePages",
+    "llm.StrictConstraints",
     "llm.RdmaTrafficClass",
     "llm.RdmaServiceLevel",
     "llm.LinkTotalTime",

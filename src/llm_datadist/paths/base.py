@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
+    from llm_datadist.layout.progress import Progress
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.workers import Workers
     from llm_datadist.utils.deadline import Deadline
@@ -29,11 +30,15 @@ class PathError(Exception):
 
     Attributes:
         quiescent: False if that could not be established, because the peer does not answer.
+        progress: what of the spans is surely in place; None if that is not known.
+        moved: bytes that a data connection had carried of the message in whose middle it failed.
     """
 
     def __init__(self, message: str, *, quiescent: bool = True) -> None:
         super().__init__(message)
         self.quiescent = quiescent
+        self.progress: Progress | None = None
+        self.moved = 0
 
 
 class PathRejectedError(PathError):

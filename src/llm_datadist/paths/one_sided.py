@@ -11,10 +11,11 @@ import select
 import struct
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.layout.progress import Progress
 from llm_datadist.memory import iovec, syscalls
 from llm_datadist.memory.move import MemoryFaultError, move
 from llm_datadist.memory.regions import StaleEpochError
-from llm_datadist.paths.base import FEW, Path, PathFaultError, PeerGoneError, Shortcut
+from llm_datadist.paths.base import FEW, Path, PathError, PathFaultError, PeerGoneError, Shortcut
 from llm_datadist.paths.parallel import Checkpoint, run
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class OneSidedPath(Path):
         threads = self._threads if spans.total >= PARALLEL_BYTES else 1
         piece = min(iovec.MAX_PIECE, max(_LEAST_PART, spans.total // (threads * _PARTS_PER_THREAD)))
         parts = iter(list(iovec.parts(len(regions), lengths, max_bytes=piece)))
+        progress = Progress(len(regions), spans.runs)
 
         def work() -> None:
             for part in parts:  # shared: each thread takes the next one
@@ -124,9 +126,18 @@ class OneSidedPath(Path):
                 if writing:
                     self._check_live(regions)
                 self._copy(here.iovecs(lengths, part), there.iovecs(lengths, part), writing=writing)
+                progress.mark(part)
 
         try:
-            run([work] * threads, self._copiers, checkpoint)
+            self._run([work] * threads, regions, checkpoint)
+        except PathError as error:
+            if self._believable(regions, writing=writing):
+                error.progress = progress
+            raise
+
+    def _run(self, workers: Sequence[Callable[[], object]], regions: U64, checkpoint: Checkpoint) -> None:
+        try:
+            run(workers, self._copiers, checkpoint)
         except MemoryFaultError as error:
             self.check_alive()
             self._check_live(regions)
@@ -136,12 +147,25 @@ class OneSidedPath(Path):
         self.check_alive()
         self._check_live(regions)
 
+    def _believable(self, regions: U64, *, writing: bool) -> bool:
+        """Whether the parts that were moved before a failure are what they should be."""
+        if not self.view.alive or not self.view.still_live(regions):
+            return False  # the memory may have been used for something else meanwhile
+        return not self._has_ended() or (not writing and self._was_the_peer())
+
+    def _was_the_peer(self) -> bool:
+        """Of a process that has ended: whether it alone can have been read all the time."""
+        return True
+
+    def _has_ended(self) -> bool:
+        try:
+            return bool(self._poll(0))
+        except RuntimeError:  # another thread is in it at this very moment
+            return bool(_poll_for_end(self._end).poll(0))
+
     def check_alive(self) -> None:
         """Raise PeerGoneError unless the peer's process lives, and serves its memory."""
-        try:
-            ended = bool(self._poll(0))
-        except RuntimeError:  # another thread is in it at this very moment
-            ended = bool(_poll_for_end(self._end).poll(0))
+        ended = self._has_ended()
         if ended or not self.view.alive:
             raise PeerGoneError(self._ended() if ended else "the peer has been finalized")
 

@@ -31,9 +31,17 @@ class ProcessVmPath(OneSidedPath):
 
     name = "process_vm"
 
-    def __init__(self, pid: int, pidfd: int, view: RegionView, context: Context) -> None:
+    def __init__(self, pid: int, pidfd: int, started: int, view: RegionView, context: Context) -> None:
         super().__init__(pid, pidfd, view, context)
         self._pidfd = pidfd
+        self._started = started
+
+    def _was_the_peer(self) -> bool:
+        # Pids are given out in a circle: one that no other process has now had none in the short time since the end.
+        try:
+            return start_time(self.pid) == self._started
+        except OSError:
+            return True
 
     def _ended(self) -> str:
         return f"the peer's process {self.pid} has ended"
@@ -90,4 +98,4 @@ class ProcessVm(Transport):
         except (RegionError, PathRejectedError) as error:
             os.close(pidfd)
             raise PathRejectedError(str(error)) from error
-        return ProcessVmPath(theirs.pid, pidfd, view, context)
+        return ProcessVmPath(theirs.pid, pidfd, theirs.start_time, view, context)

@@ -6,8 +6,9 @@ Bytes go straight between sockets and registered memory, without staging copies.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from llm_datadist.layout.progress import Progress
 from llm_datadist.memory import iovec
 from llm_datadist.paths.base import (
     ConnectionLostError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from llm_datadist.layout.spans import Spans
+    from llm_datadist.memory.iovec import Part
     from llm_datadist.paths.base import Context, Peer, TensorPairs
 
 CONNECTIONS: Final = 2
@@ -89,12 +91,17 @@ class TcpPath(Path):
         pool = self._large if count > 1 else self._small
         size = min(REQUEST_BYTES, -(-spans.total // count))
         parts = iter(list(iovec.parts(len(spans.bases), spans.runs.lengths, MAX_SPANS, size)))
+        progress = Progress(len(spans.bases), spans.runs)
 
         def work() -> None:
-            requests = (spans[part] for part in parts)  # shared: each connection takes the next one
-            self._use(op, pool, deadline, lambda asker: _pipeline(asker, op, requests, deadline, epoch, checkpoint))
+            requests = (_Request(op, part, spans[part], progress) for part in parts)  # shared: each takes the next one
+            self._use(op, pool, deadline, lambda asker: _pipeline(asker, requests, deadline, epoch, checkpoint))
 
-        run([work] * count, self._context.copiers, checkpoint)
+        try:
+            run([work] * count, self._context.copiers, checkpoint)
+        except PathError as error:
+            error.progress = progress
+            raise
 
     def exchange_few(self, op: Op, few: FewPieces, deadline: Deadline) -> None:
         """One request and its reply, without arrays."""
@@ -190,22 +197,41 @@ class _OneExchange(Shortcut):
             self._tcp.exchange_few(Op.WRITE, few, deadline)
 
 
+class _Request(NamedTuple):
+    """One request of a large transfer."""
+
+    op: Op
+    part: Part
+    spans: Spans
+    progress: Progress
+    """Of the whole transfer."""
+
+    def finish(self, asker: Asker, deadline: Deadline) -> None:
+        """Receive the reply."""
+        try:
+            asker.finish(self.op, self.spans, deadline)
+        except PathError as error:
+            self.progress.mark_begin(self.part, error.moved)
+            raise
+        self.progress.mark(self.part)
+
+
 def _pipeline(
-    asker: Asker, op: Op, requests: Iterable[Spans], deadline: Deadline, epoch: int, checkpoint: Checkpoint
+    asker: Asker, requests: Iterable[_Request], deadline: Deadline, epoch: int, checkpoint: Checkpoint
 ) -> None:
     """Ask for all parts, each while the reply to the one before is on its way."""
-    asked: Spans | None = None
+    asked: _Request | None = None
     for request in requests:
         checkpoint()
         asker.flush(deadline)
-        asker.begin(op, request, deadline, epoch)
+        asker.begin(request.op, request.spans, deadline, epoch)
         if asked is not None:
-            asker.finish(op, asked, deadline)
+            asked.finish(asker, deadline)
             epoch = 0  # settled; from here on the regions alone decide
         asked = request
     if asked is not None:
         asker.flush(deadline)
-        asker.finish(op, asked, deadline)
+        asked.finish(asker, deadline)
 
 
 class Tcp(Transport):

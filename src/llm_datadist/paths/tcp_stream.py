@@ -214,14 +214,13 @@ class Stream:
                 # The limit was rounded down; or a signal, whose handler has run or will run in the main thread.
                 pass
             except OSError as error:
-                raise translate(error, _where(cursor)) from error
+                raise _at(cursor, translate(error, _where(cursor))) from error
             else:
                 if not done:
-                    raise _closed()
+                    raise _at(cursor, _closed())
                 cursor.advance(done)
             if cursor.left and deadline.expired():
-                message = f"the deadline passed {_where(cursor)}"
-                raise PathTimeoutError(message)
+                raise _at(cursor, PathTimeoutError(f"the deadline passed {_where(cursor)}"))
 
     def _move(self, address: int, count: int, option: int) -> int:
         if option == socket.SO_RCVTIMEO:
@@ -238,6 +237,11 @@ class Stream:
 
 def _where(cursor: iovec.Cursor) -> str:
     return f"after {cursor.done} of {cursor.total} bytes"
+
+
+def _at(cursor: iovec.Cursor, error: PathError) -> PathError:
+    error.moved = cursor.done
+    return error
 
 
 def _closed() -> ConnectionLostError:

@@ -46,6 +46,7 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("paths", None),
     ("huge_pages", True),
     ("strict_constraints", False),
+    ("verify_transfers", False),
 ]
 
 
@@ -131,6 +132,9 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("strict_constraints", True, {"llm.StrictConstraints": "1"}),
     ("strict_constraints", False, {"llm.StrictConstraints": "0"}),
     ("strict_constraints", None, {}),
+    ("verify_transfers", True, {"llm.VerifyTransfers": "1"}),
+    ("verify_transfers", False, {"llm.VerifyTransfers": "0"}),
+    ("verify_transfers", None, {}),
 ]
 
 
@@ -176,6 +180,7 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "allow_multiple_instances",
             "huge_pages",
             "strict_constraints",
+            "verify_transfers",
         )
         for wrong in (1, 0, "1", "True")
     ],

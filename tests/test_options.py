@@ -27,6 +27,7 @@ TOO_LONG = "9" * 5000
 def environment_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLM_DATADIST_PATHS", raising=False)
     monkeypatch.delenv("LLM_DATADIST_HUGE_PAGES", raising=False)
+    monkeypatch.delenv("LLM_DATADIST_VERIFY_TRANSFERS", raising=False)
 
 
 def parse(**options: str) -> EngineOptions:
@@ -59,6 +60,7 @@ def test_defaults() -> None:
         "paths": PATHS,
         "huge_pages": True,
         "strict_constraints": False,
+        "verify_transfers": False,
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)
@@ -291,7 +293,7 @@ def test_global_resource_config_is_checked_with_hixl_only() -> None:
     assert parsed("llm.GlobalResourceConfig", '{"a": {"b": 1}}', **HIXL).hixl
 
 
-# Ours: llm.MaxRegisteredAddrs, llm.Paths, llm.HugePages
+# Ours: llm.MaxRegisteredAddrs, llm.Paths, llm.HugePages, llm.VerifyTransfers
 
 
 @pytest.mark.parametrize(("value", "limit"), [("1", 1), ("240", 240), ("65000", 65000)])
@@ -369,6 +371,22 @@ def test_huge_pages_in_the_environment_is_0_or_1(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LLM_DATADIST_HUGE_PAGES", value)
     error = expect(PI, lambda: EngineOptions.parse(ROLE))
     assert f'LLM_DATADIST_HUGE_PAGES is {value!r}, it must be "0" or "1"' in str(error)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("1", True)])
+def test_verify_transfers(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
+    assert parsed("llm.VerifyTransfers", value).verify_transfers is wanted
+    monkeypatch.setenv("LLM_DATADIST_VERIFY_TRANSFERS", value)
+    assert EngineOptions.parse(ROLE).verify_transfers is wanted
+    assert parsed("llm.VerifyTransfers", "01"[not wanted]).verify_transfers is not wanted
+
+
+@pytest.mark.parametrize("value", NO_FLAGS)
+def test_verify_transfers_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    refused("llm.VerifyTransfers", value)
+    monkeypatch.setenv("LLM_DATADIST_VERIFY_TRANSFERS", value)
+    error = expect(PI, lambda: EngineOptions.parse(ROLE))
+    assert f'LLM_DATADIST_VERIFY_TRANSFERS is {value!r}, it must be "0" or "1"' in str(error)
 
 
 def test_the_dictionary_is_not_changed() -> None:

@@ -375,6 +375,13 @@ class LlmConfig:
         "Whether memory of caches is moved into huge pages, which can double the speed of copies on one host. "
         "Registering may take longer by 1 s and 0.5 s a GiB. None: as LLM_DATADIST_HUGE_PAGES says, else True.",
     )
+    verify_transfers: _Flag = _Option(
+        "llm.VerifyTransfers",
+        _flag,
+        False,  # noqa: FBT003 - the default of the property
+        "Whether the bytes of both sides are compared after each transfer that this side asks for, by digests; needs "
+        "the extra 'verify' on both. None: as LLM_DATADIST_VERIFY_TRANSFERS says, else False.",
+    )
 
     strict_constraints: _Flag = _Option(
         "llm.StrictConstraints",

@@ -245,7 +245,10 @@ class LLMExistLinkError(LLMException):
 
 
 class LLMFeatureNotEnabledError(LLMException):
-    """Allocation calls without a pool; rank tables or another listen address with `hixl`."""
+    """Allocation calls without a pool; rank tables or another listen address with `hixl`.
+
+    Also `verify_transfers` with a peer that lacks the extra `verify`.
+    """
 
     default_code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     recoverable = "no"
@@ -272,7 +275,7 @@ class LLMFailedError(LLMException):
     """Anything else.
 
     A second instance, a port that is taken, memory that is registered but not mapped, a broken data connection, use
-    after a fork or after `finalize`.
+    after a fork or after `finalize`; bytes that differ after a transfer with `verify_transfers` (phase `confirm`).
     """
 
     default_code = LLMStatusCode.LLM_FAILED

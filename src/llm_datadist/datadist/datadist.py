@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
@@ -56,6 +57,12 @@ class _Instances:
             self._taken = [each for each in self._taken if each is not instance]
             if LLMDataDist.llm_engine_instance is instance:
                 LLMDataDist.llm_engine_instance = next(iter(self._live()), None)
+
+    def forget(self) -> None:
+        """In a forked child: what the parent has initialised does not work here, and does not count."""
+        self._lock = threading.Lock()  # another thread of the parent may hold the old one for ever
+        self._taken = []
+        LLMDataDist.llm_engine_instance = None
 
     def all(self) -> list[LLMDataDist]:
         """The live objects, ``llm_engine_instance`` first."""
@@ -385,6 +392,7 @@ class LLMDataDist:
 
 
 _instances = _Instances()
+os.register_at_fork(after_in_child=_instances.forget)
 
 
 def _shutdown_handler() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.engine.catalogue import Catalogue
 from llm_datadist.engine.links import LinkEnder, LinkTable
 from llm_datadist.engine.service import CacheService
+from llm_datadist.engine.verify import DigestService
+from llm_datadist.memory import digests
 from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.handover import HandoverServer
 from llm_datadist.net.loop import Loop
@@ -69,6 +71,7 @@ class Core:
         self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service = CacheService(self.catalogue, self.regions, self.loop, release)
         self.data_server = DataServer(self.regions, self.loop, self.serve_workers)
+        self.digests = DigestService(self.regions, self.serve_workers)
         self.table = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""
@@ -79,6 +82,7 @@ class Core:
             table_fd=self.regions.fd,
             paths=list(options.paths),
             handover=self.handover.name if self.handover else None,
+            digest=digests.ALGORITHM if digests.available() else None,
         )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""

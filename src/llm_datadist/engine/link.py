@@ -122,7 +122,9 @@ class PeerLink(abc.ABC):
     def notify(self, body: Body) -> None:
         """Tell the peer, if it is still there."""
 
-    def __init__(self) -> None:
+    def __init__(self, digest: str | None) -> None:
+        self.digest = digest
+        """The digest of its memory that the peer can tell, if any."""
         self._catalogue: PeerCatalogue | None = None
         self._catalogue_lock = threading.Lock()
         self.running: set[object] = set()
@@ -168,7 +170,7 @@ class Link(PeerLink):
     """A link over a control connection. Thread-safe."""
 
     def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str) -> None:
-        super().__init__()
+        super().__init__(peer.offer.digest)
         self.cluster_id = peer.identity.cluster_id
         self.peer = peer
         self.channel = channel

@@ -54,7 +54,7 @@ class LoopbackLink(PeerLink):
     """A link from an engine to itself."""
 
     def __init__(self, cluster_id: int, core: Core) -> None:
-        super().__init__()
+        super().__init__(core.offer.digest)
         self.cluster_id = cluster_id
         self._core = core
         self._path = InProcessPath(core.regions)
@@ -95,6 +95,8 @@ class LoopbackLink(PeerLink):
             return service.finish(self._holds, body)
         if isinstance(body, messages.Resolve):
             return service.resolve(body)
+        if isinstance(body, messages.Digest):
+            return self._core.digests.compute(body)
         return messages.Ok()
 
     def notify(self, body: messages.Body) -> None:

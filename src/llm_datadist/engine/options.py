@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from llm_datadist.engine.errors import invalid
+from llm_datadist.memory import digests
 from llm_datadist.paths.ladder import DEFAULT_ORDER
 from llm_datadist.utils import environment
 from llm_datadist.utils.numbers import small_number
@@ -57,6 +58,8 @@ class EngineOptions:
     """Whether the kernel is asked for huge pages under the memory of caches."""
     strict_constraints: bool = False
     """Whether documented constraints of the original are errors."""
+    verify_transfers: bool = False
+    """Whether both sides' bytes are compared after each transfer that this side has asked for."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -95,8 +98,9 @@ class EngineOptions:
                 "llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS
             ),
             paths=_paths(reader),
-            huge_pages=_huge_pages(reader),
             strict_constraints=strict,
+            huge_pages=_flag(reader, "llm.HugePages", "LLM_DATADIST_HUGE_PAGES", environment.huge_pages(), default="1"),
+            verify_transfers=_verify_transfers(reader),
         )
         if strict:
             _check_constraints(reader, parsed)
@@ -196,10 +200,10 @@ def _paths(reader: _Reader) -> tuple[str, ...]:
     return names
 
 
-def _huge_pages(reader: _Reader) -> bool:
-    key, text = "llm.HugePages", reader.get("llm.HugePages")
+def _flag(reader: _Reader, key: str, variable: str, fallback: str | None, *, default: str) -> bool:
+    text = reader.get(key)
     if text is None:
-        key, text = "LLM_DATADIST_HUGE_PAGES", environment.huge_pages() or "1"
+        key, text = variable, fallback or default
     if text not in ("0", "1"):
         raise _refused(key, text, '"0" or "1"')
     return text == "1"
@@ -218,6 +222,15 @@ def _check_constraints(reader: _Reader, options: EngineOptions) -> None:
         raise reader.error("llm.HostMemPoolConfig", f"a pool of at most {_MAX_HOST_POOL} bytes {why}")
     if reader.get("llm.AllowMultipleInstances") == "1":
         raise reader.error("llm.AllowMultipleInstances", f'"0" {why}')
+
+
+def _verify_transfers(reader: _Reader) -> bool:
+    fallback = environment.verify_transfers()
+    wanted = _flag(reader, "llm.VerifyTransfers", "LLM_DATADIST_VERIFY_TRANSFERS", fallback, default="0")
+    if wanted and not digests.available():
+        context = "llm.VerifyTransfers (LLMConfig.verify_transfers) is on, but the package xxhash is not installed"
+        raise invalid("init", context, hint=f"{digests.INSTALL}, or turn it off")
+    return wanted
 
 
 def _check_rdma(reader: _Reader, *, strict: bool) -> None:

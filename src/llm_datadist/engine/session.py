@@ -100,6 +100,8 @@ class Session:
                 reply(answer, request_id)
         elif isinstance(body, messages.Resolve):
             reply(service.resolve(body), request_id)
+        elif isinstance(body, messages.Digest):
+            self._core.digests.answer(link.token, body, lambda answer: reply(answer, request_id))
         else:
             self._link_message(link, body, request_id)
 

@@ -26,6 +26,7 @@ from llm_datadist.engine.planning import (
     source_tensors,
 )
 from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey, PullRequest, PushRequest
+from llm_datadist.engine.verify import Verifier
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
@@ -70,6 +71,7 @@ class Transfers:
     def __init__(self, core: Core, links: Links) -> None:
         self._core = core
         self._links = links
+        self._verifier = Verifier(core) if core.options.verify_transfers else None
 
     def pull(self, request: PullRequest, deadline: Deadline) -> None:
         """Copy from a peer's cache into a local one; the bytes are in place when it returns.
@@ -173,6 +175,8 @@ class Transfers:
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
                 name = few_name(key)
+                if self._verifier is not None:
+                    return  # the short way does not verify
                 if name is not None and request.src_blocks is not None and request.dst_blocks is not None:
                     FewTransfers.remember(link, path, name, local, remote, catalogue.epoch)
                 return
@@ -264,6 +268,8 @@ class Transfers:
         beyond: Path | None = None
         try:
             link.begin(deadline)
+            if self._verifier is not None:
+                self._verifier.require(link, request.operation)
             while True:
                 path = link.path(deadline, beyond)
                 name = path.name
@@ -274,6 +280,8 @@ class Transfers:
                 except OutOfReachError:
                     beyond = path
                 else:
+                    if self._verifier is not None:
+                        self._verifier.confirm(link, request.operation, name, spans, deadline)
                     return path
         except (PathError, ChannelClosedError) as error:
             failed = path_failure(error, request.operation, link, name, deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,7 @@ class LayerTransfer:
         self._pushing = False
         self._cancelled = False
         self._done = threading.Event()
+        self._pid = os.getpid()
 
     def start(self) -> None:
         """Start the thread.
@@ -171,7 +173,16 @@ class LayerTransfer:
             raise failed from error
 
     def wait(self, timeout_in_millis: int | None) -> list[LLMStatusCode | None] | None:
-        """The results once the task has ended; None when it still runs after the timeout (None: no timeout)."""
+        """The results once the task has ended; None when it still runs after the timeout (None: no timeout).
+
+        Raises:
+            LLMException: LLM_FAILED: in a forked child, where its end will never be known.
+        """
+        if os.getpid() != self._pid and not self._done.is_set():
+            status = LLMStatusCode.LLM_FAILED
+            context = f"the task runs in process {self._pid}, not in its forked child {os.getpid()}"
+            message = f"[{OPERATION}] failed, error code is {status}, {context}: wait for it there."
+            raise LLMException(message, status_code=status, operation=OPERATION, phase="check")
         seconds = None if timeout_in_millis is None else timeout_in_millis / 1000
         return list(self._results) if self._done.wait(seconds) else None
 

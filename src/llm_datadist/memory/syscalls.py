@@ -75,6 +75,11 @@ def peek(pid: int, local: int, remote: int, count: int) -> int:
     return _checked(_peek(pid, local, count, remote, count, 0), "process_vm_readv")
 
 
+def gather(pid: int, room: int, remote: int, count: int) -> int:
+    """Read from ``pid`` what the ``count`` iovecs at ``remote`` name into the one iovec at address ``room``; bytes."""
+    return _checked(_process_vm_readv(pid, room, 1, remote, count, 0), "process_vm_readv")
+
+
 def process_vm_writev(pid: int, local: int, remote: int, count: int) -> int:
     """Write what the ``count`` iovecs at address ``local`` name to those at ``remote`` in ``pid``; bytes moved."""
     done: int = _process_vm_writev(pid, local, count, remote, count, 0)

@@ -31,6 +31,7 @@ _PASSED_ON: Final = (
     "llm.MaxRegisteredAddrs",
     "llm.HugePages",
     "llm.StrictConstraints",
+    "llm.VerifyTransfers",
     "llm.RdmaTrafficClass",
     "llm.RdmaServiceLevel",
     "llm.LinkTotalTime",

@@ -21,7 +21,7 @@ class Workers:
     def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._count = count
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # signal handlers may transfer, too
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = 0
         self._free = 0

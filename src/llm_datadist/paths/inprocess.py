@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 
 _tables: dict[bytes, RegionTable] = {}
 _tables_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child: its copies of the parent's memory are not what the parent's tables tell of."""
+    global _tables_lock  # noqa: PLW0603 - another thread of the parent may hold the old one for ever
+    _tables_lock = threading.Lock()
+    _tables.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def publish(incarnation: bytes, table: RegionTable) -> None:

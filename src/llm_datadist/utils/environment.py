@@ -24,3 +24,11 @@ def huge_pages() -> str | None:
     The option ``llm.HugePages`` (``LLMConfig.huge_pages``) wins over it.
     """
     return os.environ.get("LLM_DATADIST_HUGE_PAGES")
+
+
+def verify_transfers() -> str | None:
+    """``LLM_DATADIST_VERIFY_TRANSFERS``: "1" or "0", whether transfers are verified; None when unset.
+
+    The option ``llm.VerifyTransfers`` (``LLMConfig.verify_transfers``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_VERIFY_TRANSFERS")

@@ -166,6 +166,20 @@ def decode_spans(data: memoryview, request: Request) -> tuple[U64, I64, I64, I64
     return tensors[:, 0].copy(), tensors[:, 1].astype(np.int64), runs[:, 0].astype(np.int64), lengths
 
 
+def decode_whole(data: bytes) -> tuple[Request, tuple[U64, I64, I64, I64]]:
+    """Header and tables of a request that arrives as a whole, as ``decode_spans``.
+
+    Raises:
+        ProtocolError: not a valid request.
+    """
+    request = Request.decode(memoryview(data)[:REQUEST_BYTES])
+    tables = memoryview(data)[REQUEST_BYTES:]
+    if len(tables) != request.table_bytes:
+        message = f"the tables of a request have {len(tables)} bytes instead of {request.table_bytes}"
+        raise ProtocolError(message)
+    return request, decode_spans(tables, request)
+
+
 def encode_few(request: Request, regions: Sequence[int], offsets: Sequence[int], length: int) -> bytes:
     """A whole request of few spans: runs of equal length from the starts of regions."""
     words = [word for region in regions for word in (region, 0)]

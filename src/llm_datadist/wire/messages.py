@@ -50,6 +50,8 @@ class Offer(Struct, frozen=True, kw_only=True):
     """The paths that this side permits, best first."""
     handover: Name | None = None
     """The abstract Unix socket at which linked processes on this host get the descriptors of shared memory, if any."""
+    digest: Name | None = None
+    """The digest of its memory that this side can tell, if any."""
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -205,6 +207,19 @@ class Fence(Struct, frozen=True, kw_only=True, tag="fence"):
     connections: Annotated[list[U64], Meta(max_length=4096)]
 
 
+class Digest(Struct, frozen=True, kw_only=True, tag="digest"):
+    """Tell the digest of some of your memory."""
+
+    spans: Annotated[bytes, Meta(max_length=1 << 18)]
+    """Header and tables of the data request that would read it (``wire.data``): their limits hold here, too."""
+
+
+class Digested(Struct, frozen=True, kw_only=True, tag="digested"):
+    """The digest that a ``Digest`` asked for."""
+
+    value: U64
+
+
 class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
     """The link ends in good order. Answer when no transfer of yours over it runs any more."""
 
@@ -229,6 +244,8 @@ Body = Union[  # noqa: UP007 - an alias is evaluated, also by Python 3.10
     Join,
     OpenData,
     Fence,
+    Digest,
+    Digested,
     Bye,
 ]
 

@@ -183,6 +183,13 @@ def _text(name: str, value: str | None) -> str | None:
     return value
 
 
+def _hidden_text(name: str, value: str | None) -> str | None:
+    if value is not None and not isinstance(value, str):
+        message = f"{name} only support a str, but got a {type(value).__name__}"  # not the value: it may be the secret
+        raise TypeError(message)
+    return value
+
+
 def _flag(name: str, value: bool | None) -> bool | None:  # noqa: FBT001 - the value of the property
     utils.check_isinstance(name, value, bool)
     return value
@@ -374,6 +381,33 @@ class LlmConfig:
         True,  # noqa: FBT003 - the default of the property
         "Whether memory of caches is moved into huge pages, which can double the speed of copies on one host. "
         "Registering may take longer by 1 s and 0.5 s a GiB. None: as LLM_DATADIST_HUGE_PAGES says, else True.",
+    )
+
+    secret: _Text = _Option(
+        "llm.Secret",
+        _hidden_text,
+        None,
+        "Secret of 16 bytes or more that both sides of a link must know; better secret_file: options are often printed. "
+        "None: as secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE says, else there is none.",
+    )
+    secret_file: _Text = _Option(
+        "llm.SecretFile", _text, None, "File that holds the secret; line ends after it are left out."
+    )
+    tls_cert: _Text = _Option(
+        "llm.TlsCert",
+        _text,
+        None,
+        "PEM file with the certificate of this side. With it, tls_key and tls_ca all connections use TLS 1.3, and both "
+        "sides must show a certificate of the CA. All None: as LLM_DATADIST_TLS_CERT, _KEY, _CA say, else no TLS.",
+    )
+    tls_key: _Text = _Option("llm.TlsKey", _text, None, "PEM file with the key of tls_cert, without a password.")
+    tls_ca: _Text = _Option("llm.TlsCa", _text, None, "PEM file with the CA certificates whose holders may be linked.")
+    allow_insecure_remote: _Flag = _Option(
+        "llm.AllowInsecureRemote",
+        _flag,
+        False,  # noqa: FBT003 - the default of the property
+        "Whether peers on other hosts are linked without secret and without TLS. "
+        "None: as LLM_DATADIST_ALLOW_INSECURE_REMOTE says, else False.",
     )
 
     def __init__(self) -> None:

@@ -10,9 +10,11 @@ import msgspec
 from msgspec import Meta
 
 from llm_datadist.engine.errors import invalid
+from llm_datadist.net.security import TlsFiles
 from llm_datadist.paths.ladder import DEFAULT_ORDER
 from llm_datadist.utils import environment
 from llm_datadist.utils.numbers import small_number
+from llm_datadist.utils.secret import Secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +28,8 @@ _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
 _MAX_PORT: Final = 65_535
+_SECRET: Final = "llm.Secret"
+_HIDDEN: Final = "hidden here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,12 @@ class EngineOptions:
     paths: tuple[str, ...] = DEFAULT_ORDER
     huge_pages: bool = True
     """Whether the kernel is asked for huge pages under the memory of caches."""
+    secret: Secret | None = None
+    """What both sides of a link have to know."""
+    tls: TlsFiles | None = None
+    """Certificates; None is no TLS."""
+    allow_insecure_remote: bool = False
+    """Whether peers on other hosts are linked without a secret and without TLS."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -65,7 +75,8 @@ class EngineOptions:
         """
         for key, value in options.items():
             if not isinstance(key, str) or not isinstance(value, str):
-                message = f"option {key!r} is {value!r}: only support str keys and values"
+                shown = _HIDDEN if key == _SECRET else repr(value)
+                message = f"option {key!r} is {shown}: only support str keys and values"
                 raise TypeError(message)
         reader = _Reader(options)
         reader.require("llm.Role")
@@ -91,7 +102,16 @@ class EngineOptions:
                 "llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS
             ),
             paths=_paths(reader),
-            huge_pages=_huge_pages(reader),
+            huge_pages=_flag(reader, "llm.HugePages", "LLM_DATADIST_HUGE_PAGES", environment.huge_pages(), "1"),
+            secret=_secret(reader),
+            tls=_tls(reader),
+            allow_insecure_remote=_flag(
+                reader,
+                "llm.AllowInsecureRemote",
+                "LLM_DATADIST_ALLOW_INSECURE_REMOTE",
+                environment.allow_insecure_remote(),
+                "0",
+            ),
         )
 
 
@@ -188,13 +208,49 @@ def _paths(reader: _Reader) -> tuple[str, ...]:
     return names
 
 
-def _huge_pages(reader: _Reader) -> bool:
-    key, text = "llm.HugePages", reader.get("llm.HugePages")
+def _flag(reader: _Reader, key: str, variable: str, from_environment: str | None, default: str) -> bool:
+    text = reader.get(key)
     if text is None:
-        key, text = "LLM_DATADIST_HUGE_PAGES", environment.huge_pages() or "1"
+        key, text = variable, from_environment or default
     if text not in ("0", "1"):
         raise _refused(key, text, '"0" or "1"')
     return text == "1"
+
+
+def _secret(reader: _Reader) -> Secret | None:
+    """The shared secret: from the option, its file, the environment, its file."""
+    for key, file_key, text, path in (
+        (_SECRET, "llm.SecretFile", reader.get(_SECRET), reader.get("llm.SecretFile")),
+        ("LLM_DATADIST_SECRET", "LLM_DATADIST_SECRET_FILE", environment.secret(), environment.secret_file()),
+    ):
+        if text is not None and path is not None:
+            raise invalid("init", f"{key} and {file_key} are both set", hint="set one of them")
+        try:
+            if text is not None:
+                return Secret(text.encode())
+            if path is not None:
+                key = file_key  # noqa: PLW2901 - for the message
+                return Secret.from_file(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            shown = _HIDDEN if path is None else repr(path)
+            raise invalid("init", f"option {key} is {shown}: {reason}") from None
+    return None
+
+
+def _tls(reader: _Reader) -> TlsFiles | None:
+    names = ("cert", "key", "ca")
+    given = [reader.get(f"llm.Tls{name.capitalize()}") for name in names]
+    if not any(given):
+        given = [environment.tls_file(name) for name in names]
+    if not any(given):
+        return None
+    cert, key, ca = given
+    if not cert or not key or not ca:
+        missing = ", ".join(f"tls_{name}" for name, path in zip(names, given, strict=True) if not path)
+        hint = "give LLMConfig.tls_cert, tls_key and tls_ca (LLM_DATADIST_TLS_CERT, _KEY, _CA), or none of them"
+        raise invalid("init", f"of the three files that TLS needs, {missing} is not given", hint=hint)
+    return TlsFiles(cert, key, ca)
 
 
 def _check_rdma(reader: _Reader, *, strict: bool) -> None:

@@ -387,7 +387,7 @@ class LlmConfig:
         "llm.Secret",
         _hidden_text,
         None,
-        "Secret of 16 bytes or more that both sides of a link must know; better secret_file: options are often printed. "
+        "Secret of 16 bytes or more that both sides of a link must know; rather use secret_file, options get printed. "
         "None: as secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE says, else there is none.",
     )
     secret_file: _Text = _Option(

@@ -1,4 +1,4 @@
-"""Who is let in: other hosts, the shared secret, TLS. Both sides of a new connection ask here before they say anything."""
+"""Who is let in: other hosts, the shared secret, TLS. Both sides of a connection ask here before they say anything."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from llm_datadist.wire.messages import Body, Hello
 
 _REMEDY: Final = (
-    "set one secret on both sides (LLMConfig.secret_file, LLM_DATADIST_SECRET_FILE), or certificates (LLMConfig.tls_cert,"
-    " tls_key, tls_ca), or, in a network that you trust, LLMConfig.allow_insecure_remote = True on both sides"
+    "set one secret on both sides (LLMConfig.secret_file, LLM_DATADIST_SECRET_FILE), or certificates"
+    " (LLMConfig.tls_cert, tls_key, tls_ca), or, in a network that you trust, LLMConfig.allow_insecure_remote = True on both sides"
     " (LLM_DATADIST_ALLOW_INSECURE_REMOTE=1)"
 )
 _ONLY_HERE: Final = (
@@ -36,9 +36,7 @@ _ONLY_THERE: Final = (
     "the peer has a shared secret, this side has none: set the same one here"
     " (LLMConfig.secret or secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE)"
 )
-_NO_TLS: Final = (
-    "this side uses TLS, the peer does not: set tls_cert, tls_key and tls_ca there, too, or on neither side"
-)
+_NO_TLS: Final = "this side uses TLS, the peer does not: set tls_cert, tls_key, tls_ca there, too, or on neither side"
 
 
 class NotAdmittedError(Exception):

@@ -28,7 +28,7 @@ _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
 _MAX_PORT: Final = 65_535
-_SECRET: Final = "llm.Secret"
+_SECRET: Final = "llm.Secret"  # noqa: S105 - the name of the option
 _HIDDEN: Final = "hidden here"
 
 

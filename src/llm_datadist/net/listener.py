@@ -229,7 +229,7 @@ class Listener(Acceptor):
             sock.send(answer, socket.MSG_NOSIGNAL)
         if self._tls is None:
             message = (
-                "it asks for TLS, which is not set up here: set tls_cert, tls_key and tls_ca on both sides or neither"
+                "it asks for TLS, which this side does not use: set tls_cert, tls_key, tls_ca on both sides or neither"
             )
             raise ProtocolError(message)
         self._loop.watch(sock, READ, functools.partial(self._shake_hands, sock, kind, self._tls.listening()))

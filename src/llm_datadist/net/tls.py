@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from llm_datadist.net.forks import own
 from llm_datadist.net.security import TlsError
@@ -138,7 +138,7 @@ class Tls:
         done = 0
         try:
             while done < len(room):
-                count = self._object.read(len(room) - done, room[done:])
+                count = cast("int", self._object.read(len(room) - done, room[done:]))
                 if not count:
                     message = "the other side has ended it"
                     raise TlsError(message)

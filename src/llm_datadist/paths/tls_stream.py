@@ -6,18 +6,19 @@ more is an error here, too, and many small ranges cost one system call.
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist.memory import iovec
 from llm_datadist.memory.move import MemoryFaultError, copy
+from llm_datadist.memory.syscalls import MAX_IOVECS
 from llm_datadist.net.security import TlsError
 from llm_datadist.paths.base import ConnectionLostError, PathFaultError
 from llm_datadist.paths.tcp_stream import Stream, iovec_of
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
@@ -116,11 +117,11 @@ def _pieces(memory: U64) -> Iterator[U64]:
     """Parts of an iovec array, in order, that fill the buffer."""
     cursor = iovec.Cursor(memory)
     while cursor.left:
-        rest = memory[cursor.index :]
+        rest = memory[cursor.index : cursor.index + MAX_IOVECS]
         ends = np.cumsum(rest[:, 1].astype(np.int64))
         count = int(np.searchsorted(ends, _CHUNK)) + 1
         piece = rest[:count].copy()
-        size = int(ends[count - 1]) if count <= len(ends) else cursor.left
+        size = int(ends[min(count, len(ends)) - 1])
         if size > _CHUNK:
             piece[-1, 1] -= np.uint64(size - _CHUNK)
             size = _CHUNK

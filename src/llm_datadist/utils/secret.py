@@ -25,7 +25,8 @@ class Secret:
             ValueError: too short to be a secret, or too long; the text does not tell it.
         """
         if not MIN_BYTES <= len(key) <= MAX_BYTES:
-            message = f"it has {len(key)} bytes, a secret has {MIN_BYTES} to {MAX_BYTES}: make one with 'openssl rand -hex 32'"
+            remedy = "make one with 'openssl rand -hex 32'"
+            message = f"it has {len(key)} bytes, a secret has {MIN_BYTES} to {MAX_BYTES}: {remedy}"
             raise ValueError(message)
         self._key = key
 

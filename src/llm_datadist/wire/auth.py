@@ -1,10 +1,10 @@
 """Both sides of a new link prove that they know one secret, which is never sent. Sans-I/O.
 
 The connecting side says ``Greet``, the listening side ``Challenge``: a fresh nonce of each. Then the introductions,
-``Hello`` and its answer, travel as ``Sealed``: the encoded message, and an HMAC-SHA256 over the role of its sender, both
-nonces and every introduction so far. So nothing recorded is of use again, nothing sent by one side can be shown to it
-as the other's, and no byte of an introduction can be altered. The connecting side proves itself first: a stranger gets
-nothing with which a guess could be tried. What is sealed is not even parsed before its proof holds.
+``Hello`` and its answer, travel as ``Sealed``: the encoded message, and an HMAC-SHA256 over the role of its sender,
+both nonces and every introduction so far. So nothing recorded is of use again, nothing sent by one side can be shown
+to it as the other's, and no byte of an introduction can be altered. The connecting side proves itself first: a stranger
+gets nothing with which a guess could be tried. What is sealed is not even parsed before its proof holds.
 
 Both get a key of the link. Data connections and the hand-over of memory prove with it that they belong to the link: a
 token that was overheard is of no use without it.

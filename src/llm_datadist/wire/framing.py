@@ -2,8 +2,8 @@
 
 Preamble: ``b"LLMD"``, kind (``C`` control, ``D`` data), format, 1 if all that follows is TLS (else 0), a zero byte. A
 stranger (HTTP, garbage) is thus known from its first bytes. Before TLS the listening side sends a preamble back: the
-same one, or without TLS if it has none. Control frames: ``uint32`` length (network order), then that many bytes of msgpack.
-Nothing longer than the limit in force is ever buffered.
+same one, or without TLS if it has none. Control frames: ``uint32`` length (network order), then that many bytes of
+msgpack. Nothing longer than the limit in force is ever buffered.
 """
 
 from __future__ import annotations

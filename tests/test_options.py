@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ TOO_LONG = "9" * 5000
 
 @pytest.fixture(autouse=True)
 def environment_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LLM_DATADIST_PATHS", raising=False)
-    monkeypatch.delenv("LLM_DATADIST_HUGE_PAGES", raising=False)
+    for name in [name for name in os.environ if name.startswith("LLM_DATADIST_")]:
+        monkeypatch.delenv(name)
 
 
 def parse(**options: str) -> EngineOptions:
@@ -58,6 +59,9 @@ def test_defaults() -> None:
         "max_registered_addrs": 240,
         "paths": PATHS,
         "huge_pages": True,
+        "secret": None,
+        "tls": None,
+        "allow_insecure_remote": False,
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)

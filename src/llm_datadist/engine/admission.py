@@ -8,7 +8,7 @@ from llm_datadist.engine.errors import invalid
 from llm_datadist.net.dial import dial
 from llm_datadist.net.security import from_this_host, on_this_host, tls_of
 from llm_datadist.wire import messages
-from llm_datadist.wire.auth import NO_KEY, AuthError, Connecting, Listening
+from llm_datadist.wire.auth import NO_KEY, REMEDY, AuthError, Connecting, Listening
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
 _REMEDY: Final = (
     "set one secret on both sides (LLMConfig.secret_file, LLM_DATADIST_SECRET_FILE), or certificates"
-    " (LLMConfig.tls_cert, tls_key, tls_ca), or, in a network that you trust, LLMConfig.allow_insecure_remote = True on both sides"
-    " (LLM_DATADIST_ALLOW_INSECURE_REMOTE=1)"
+    " (LLMConfig.tls_cert, tls_key, tls_ca), or, in a network that you trust, LLMConfig.allow_insecure_remote = True"
+    " (LLM_DATADIST_ALLOW_INSECURE_REMOTE=1) on both sides"
 )
-_ONLY_HERE: Final = (
-    "this side has a shared secret, the peer has not shown one: set the same one there"
-    " (LLMConfig.secret or secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE)"
+_SECRET_REMEDY: Final = f"set {REMEDY}, or none on either"
+_ONLY_LISTENING: Final = f"the listening side has a secret, the connecting side has shown none: {_SECRET_REMEDY}"
+_ONLY_CONNECTING: Final = f"the connecting side has a secret, the listening side has none: {_SECRET_REMEDY}"
+_NO_TLS: Final = (
+    "the listening side uses TLS, the connecting side does not: set tls_cert, tls_key, tls_ca on both"
 )
-_ONLY_THERE: Final = (
-    "the peer has a shared secret, this side has none: set the same one here"
-    " (LLMConfig.secret or secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE)"
-)
-_NO_TLS: Final = "this side uses TLS, the peer does not: set tls_cert, tls_key, tls_ca there, too, or on neither side"
 
 
 class NotAdmittedError(Exception):
@@ -107,7 +104,7 @@ class Newcomer:
             raise NotAdmittedError(self._objection)
         if isinstance(body, messages.Greet) and self._auth is None:
             if self._secret is None:
-                raise NotAdmittedError(_ONLY_THERE)
+                raise NotAdmittedError(_ONLY_CONNECTING)
             self._auth = Listening(self._secret, body)
             return self._auth.challenge()
         if isinstance(body, messages.Sealed) and self._auth is not None:
@@ -116,7 +113,7 @@ class Newcomer:
             except (AuthError, ProtocolError) as error:
                 raise NotAdmittedError(str(error)) from error
         elif isinstance(body, messages.Hello) and self._secret is not None:
-            raise NotAdmittedError(_ONLY_HERE)
+            raise NotAdmittedError(_ONLY_LISTENING)
         if isinstance(body, messages.Hello):
             return body
         message = f"{type(body).__name__} before an introduction"

@@ -34,6 +34,7 @@ class TlsContexts:
         """
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
+        self._server.num_tickets = 0  # nothing is resumed: each connection proves anew
 
     def connecting(self) -> Tls:
         """The state of a new connection that this side opens."""
@@ -49,7 +50,6 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.check_hostname = False  # peers are known by addresses; membership of the CA is what counts
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # no resumption: each connection proves anew
     try:
         context.load_verify_locations(files.ca)
     except (OSError, ValueError) as error:

@@ -54,4 +54,4 @@ class WaitingRoom(Generic[T]):
 def share_of_descriptors(most: int) -> int:
     """How many connections strangers may hold: ``most``, and at most an eighth of what the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if soft == resource.RLIM_INFINITY else max(_LEAST, min(most, soft // _SHARE))
+    return most if soft == resource.RLIM_INFINITY else min(most, max(_LEAST, soft // _SHARE))

@@ -116,7 +116,7 @@ class Stream:
         except OSError as error:
             raise translate(error, "before the first byte") from error
         if done < len(data):
-            self.send(iovec_of(data[done:]), deadline)
+            self._pump(iovec.Cursor(iovec_of(data[done:])), deadline, socket.SO_SNDTIMEO)
 
     def send(self, memory: U64, deadline: Deadline) -> None:
         """Send everything that the iovec array names, which is used up.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from llm_datadist.utils.secret import Secret
 
 PROOF_BYTES: Final = 32
+REMEDY: Final = (
+    "the same secret on both sides (LLMConfig.secret_file or secret, LLM_DATADIST_SECRET_FILE or LLM_DATADIST_SECRET)"
+)
 NO_KEY: Final = b""
 """Key of a link without a secret: its proofs prove nothing, but are made and checked all the same."""
 _CONNECTING: Final = b"llm-datadist 1 connecting side"
@@ -62,10 +65,7 @@ class _Side:
     def _open(self, label: bytes, sealed: Sealed, whose: str) -> bytes:
         expected = _proof(self._secret, label, *self._transcript, sealed.payload)
         if not hmac.compare_digest(expected, sealed.proof):
-            message = (
-                f"the {whose} side has not proved that it knows the secret: set the same one on both sides"
-                " (LLMConfig.secret or secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE)"
-            )
+            message = f"the {whose} side has not proved that it knows the secret: set {REMEDY}"
             raise AuthError(message)
         self._transcript.append(sealed.payload)
         return sealed.payload

@@ -88,14 +88,17 @@ def test_no_bit_of_an_introduction_can_be_altered_on_its_way(which: str, bit: in
         altered[bit // 8] ^= 1 << bit % 8
         return bytes(altered)
 
-    client = Connecting(SECRET)
-    server = Listening(SECRET, messages.Greet(nonce=way("greet", client.greet().nonce)))
-    challenge = messages.Challenge(nonce=way("challenge", server.challenge().nonce))
-    hello = client.hello(challenge, HELLO)
-    with pytest.raises(AuthError):
+    def shake_hands() -> None:
+        client = Connecting(SECRET)
+        server = Listening(SECRET, messages.Greet(nonce=way("greet", client.greet().nonce)))
+        challenge = messages.Challenge(nonce=way("challenge", server.challenge().nonce))
+        hello = client.hello(challenge, HELLO)
         server.hello(messages.Sealed(payload=way("hello", hello.payload), proof=hello.proof))
         welcome = server.answer(WELCOME)
         client.answer(messages.Sealed(payload=way("welcome", welcome.payload), proof=welcome.proof))
+
+    with pytest.raises(AuthError):
+        shake_hands()
 
 
 def test_where_one_message_ends_and_the_next_begins_cannot_be_altered() -> None:

@@ -31,9 +31,7 @@ _REMEDY: Final = (
 _SECRET_REMEDY: Final = f"set {REMEDY}, or none on either"
 _ONLY_LISTENING: Final = f"the listening side has a secret, the connecting side has shown none: {_SECRET_REMEDY}"
 _ONLY_CONNECTING: Final = f"the connecting side has a secret, the listening side has none: {_SECRET_REMEDY}"
-_NO_TLS: Final = (
-    "the listening side uses TLS, the connecting side does not: set tls_cert, tls_key, tls_ca on both"
-)
+_NO_TLS: Final = "the listening side uses TLS, the connecting side does not: set tls_cert, tls_key, tls_ca on both"
 
 
 class NotAdmittedError(Exception):

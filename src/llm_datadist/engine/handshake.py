@@ -22,7 +22,7 @@ from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutEr
 from llm_datadist.net.dial import hear, send_first, tell
 from llm_datadist.net.security import TlsError, peer_host
 from llm_datadist.net.waiting import share_of_descriptors
-from llm_datadist.paths.base import Context, PathError, Peer
+from llm_datadist.paths.base import Context, PathError, PathTimeoutError, Peer
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
@@ -161,7 +161,8 @@ class Handshaker:
                 raise
         except (OSError, EOFError, TlsError, NotAdmittedError) as error:
             message = f"cannot connect to {text(address)}: {getattr(error, 'strerror', None) or error}"
-            raise PathError(message) from error
+            kind = PathTimeoutError if isinstance(error, TimeoutError) else PathError
+            raise kind(message) from error
         return number, sock
 
     def open_data(self, link: Link, count: int) -> messages.Body:

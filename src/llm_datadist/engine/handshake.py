@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist.engine.admission import Newcomer, NotAdmittedError, introduce
 from llm_datadist.engine.errors import LinkError
-from llm_datadist.engine.link import Link
+from llm_datadist.engine.link import Link, LinkState
 from llm_datadist.engine.service import refuse
 from llm_datadist.engine.session import Session
 from llm_datadist.net.address import text
@@ -46,6 +46,7 @@ _MAX_LINK_S: Final = 60.0
 _PING_S: Final = 0.5
 _PREFETCH_S: Final = 1.0
 _MAX_PENDING: Final = 512
+_REVERSE_S: Final = 5.0
 
 
 class Handshaker:
@@ -378,6 +379,8 @@ def _alive_at_peer(link: Link) -> bool:
 
 def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
     """Data connections on which this side asks, opened by the peer because only it can connect."""
+    if link.state is LinkState.CONNECTING:  # somebody who is not to be trusted yet keeps a thread
+        deadline = deadline.at_most(_REVERSE_S)
     try:
         reply = link.request(messages.OpenData(count=count), deadline)
     except (ChannelClosedError, ReplyTimeoutError) as error:

@@ -225,7 +225,8 @@ class Channel:
                 envelope = messages.decode(payload)
                 guarded(functools.partial(self._dispatch, envelope))
         except ProtocolError as error:
-            log.warn("control connection closed: %s", error)
+            host = self.remote_host
+            log.warn_rarely(f"control {host}", "control connection of %s closed: %s", host, error)
             self.close(str(error))
         except TlsError as error:
             self.close(f"TLS: {error}")

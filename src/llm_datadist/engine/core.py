@@ -68,6 +68,8 @@ class Core:
         self.copy_threads = min(_MAX_COPY_THREADS, cores)
         self.loop = Loop(name)
         self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
+        self.confirm_workers = Workers(f"{name}-confirm", _CONTROL_THREADS)
+        """Apart from ``control_workers``: peers that do not go on with a handshake hold up other handshakes alone."""
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
         self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
@@ -130,7 +132,14 @@ class Core:
         self.data_server.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")
-        for workers in (self.control_workers, self.dial_workers, self.end_workers, self.serve_workers, self.copiers):
+        for workers in (
+            self.control_workers,
+            self.confirm_workers,
+            self.dial_workers,
+            self.end_workers,
+            self.serve_workers,
+            self.copiers,
+        ):
             workers.close()
         self.loop.close()
         self.regions.close()

@@ -79,7 +79,7 @@ class Session:
         elif self.link is None:
             channel.close(f"{type(body).__name__} before an introduction")
         elif isinstance(body, messages.Confirm):
-            self._core.control_workers.run(lambda: self._host.confirm(self, body, request_id))
+            self._core.confirm_workers.run(lambda: self._host.confirm(self, body, request_id))
         else:
             self._linked_message(self.link, body, request_id)
 

@@ -85,8 +85,10 @@ class Listeners:
         raise failed
 
     def close(self, address: Address) -> None:
-        """Undo one ``open``."""
+        """Undo one ``open``; without effect after ``close_all``."""
         with self._lock:
+            if address not in self._rendezvous:
+                return
             listener, count = self._rendezvous.pop(address)
             if count > 1:
                 self._rendezvous[address] = (listener, count - 1)

@@ -61,7 +61,11 @@ key_refs = st.builds(
     batch_index=u32,
     blocks=st.booleans(),
 )
+nonce = st.binary(min_size=32, max_size=32)
 BODIES: dict[type, st.SearchStrategy[Any]] = {
+    messages.Greet: st.builds(messages.Greet, nonce=nonce),
+    messages.Challenge: st.builds(messages.Challenge, nonce=nonce),
+    messages.Sealed: st.builds(messages.Sealed, payload=st.binary(max_size=64), proof=nonce),
     messages.Hello: st.builds(
         messages.Hello,
         versions=st.tuples(u32, u32),
@@ -152,6 +156,9 @@ def example(kind: type) -> dict[str, Any]:
         messages.OpenData: {"count": 1},
         messages.Fence: {"connections": [1]},
         messages.Confirm: {"path": "tcp"},
+        messages.Greet: {"nonce": bytes(32)},
+        messages.Challenge: {"nonce": bytes(32)},
+        messages.Sealed: {"payload": b"p", "proof": bytes(32)},
     }[kind]
 
 
@@ -170,6 +177,11 @@ def tampered(kind: type, path: str, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "path", "value"),
     [
+        (messages.Greet, "nonce", bytes(31)),
+        (messages.Challenge, "nonce", bytes(33)),
+        (messages.Sealed, "proof", bytes(31)),
+        (messages.Sealed, "proof", bytes(33)),
+        (messages.Sealed, "payload", bytes(messages.MAX_INTRODUCTION + 1)),
         (messages.Hello, "versions", [1]),
         (messages.Hello, "versions", [1, 2, 3]),
         (messages.Hello, "versions.0", -1),

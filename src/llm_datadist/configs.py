@@ -183,6 +183,13 @@ def _text(name: str, value: str | None) -> str | None:
     return value
 
 
+def _hidden_text(name: str, value: str | None) -> str | None:
+    if value is not None and not isinstance(value, str):
+        message = f"{name} only support a str, but got a {type(value).__name__}"  # not the value: it may be the secret
+        raise TypeError(message)
+    return value
+
+
 def _flag(name: str, value: bool | None) -> bool | None:  # noqa: FBT001 - the value of the property
     utils.check_isinstance(name, value, bool)
     return value
@@ -389,6 +396,33 @@ class LlmConfig:
         False,  # noqa: FBT003 - the default of the property
         "Whether documented constraints of the original that this library does not have are errors, too: for programs "
         "that will be deployed there. docs/compatibility.md lists them.",
+    )
+
+    secret: _Text = _Option(
+        "llm.Secret",
+        _hidden_text,
+        None,
+        "Secret of 16 bytes or more that both sides of a link must know; rather use secret_file, options get printed. "
+        "None: as secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE says, else there is none.",
+    )
+    secret_file: _Text = _Option(
+        "llm.SecretFile", _text, None, "File that holds the secret; line ends after it are left out."
+    )
+    tls_cert: _Text = _Option(
+        "llm.TlsCert",
+        _text,
+        None,
+        "PEM file with the certificate of this side. With it, tls_key and tls_ca all connections use TLS 1.3, and both "
+        "sides must show a certificate of the CA. All None: as LLM_DATADIST_TLS_CERT, _KEY, _CA say, else no TLS.",
+    )
+    tls_key: _Text = _Option("llm.TlsKey", _text, None, "PEM file with the key of tls_cert, without a password.")
+    tls_ca: _Text = _Option("llm.TlsCa", _text, None, "PEM file with the CA certificates whose holders may be linked.")
+    allow_insecure_remote: _Flag = _Option(
+        "llm.AllowInsecureRemote",
+        _flag,
+        False,  # noqa: FBT003 - the default of the property
+        "Whether peers on other hosts are linked without secret and without TLS. "
+        "None: as LLM_DATADIST_ALLOW_INSECURE_REMOTE says, else False.",
     )
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from llm_datadist.memory import digests
 from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.handover import HandoverServer
 from llm_datadist.net.loop import Loop
+from llm_datadist.net.waiting import WaitingRoom, share_of_descriptors
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.mapped import Mapped
@@ -21,17 +22,20 @@ from llm_datadist.paths.tcp_server import DataServer
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.process import boot_id, pid_namespace, start_time
+from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.messages import Identity, Offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llm_datadist.engine.admission import Admission
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import Link
     from llm_datadist.engine.options import EngineOptions
     from llm_datadist.engine.session import Session
     from llm_datadist.memory.shared import Area
 
+_MAX_NEWCOMERS: Final = 512
 _CONTROL_THREADS: Final = 64
 _SERVE_THREADS: Final = 64
 """Also bound how many stalled peers it takes to delay the others."""
@@ -46,10 +50,12 @@ class Core:
         self,
         cluster_id: int,
         options: EngineOptions,
+        admission: Admission,
         release: Callable[[CacheEntry], object],
         pools: Sequence[Area],
     ) -> None:
         self.options = options
+        self.admission = admission
         self.regions = RegionTable()
         self.identity = Identity(
             cluster_id=cluster_id,
@@ -64,6 +70,8 @@ class Core:
         self.copy_threads = min(_MAX_COPY_THREADS, cores)
         self.loop = Loop(name)
         self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
+        self.confirm_workers = Workers(f"{name}-confirm", _CONTROL_THREADS)
+        """Apart from ``control_workers``: peers that do not go on with a handshake hold up other handshakes alone."""
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
         self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
@@ -75,6 +83,10 @@ class Core:
         self.table = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""
+        self.newcomers: WaitingRoom[Session] = WaitingRoom(
+            self.loop, share_of_descriptors(_MAX_NEWCOMERS), lambda session, reason: session.channel.close(reason)
+        )
+        """Control connections that peers have opened, until they have introduced themselves."""
         self.handover = self._share(pools)
         self.offer = Offer(
             probe_region=self.regions.probe_region,
@@ -99,10 +111,13 @@ class Core:
             log.warn("peers cannot map the memory pools of this process: %s", error)
             return None
 
-    def _knows(self, token: bytes) -> bool:
-        """Whether this is the secret of a link, in whatever state."""
+    def _knows(self, request: bytes) -> bool:
+        """Whether this is the hand-over request of a link, in whatever state."""
         links = [session.link for session in list(self.sessions)]
-        return any(link is not None and secrets.compare_digest(link.token, token) for link in links)
+        return any(
+            link is not None and secrets.compare_digest(handover_request(link.key, link.token), request)
+            for link in links
+        )
 
     def _link_ended(self, link: Link) -> None:
         self.pending.pop(link.token, None)
@@ -121,7 +136,14 @@ class Core:
         self.data_server.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")
-        for workers in (self.control_workers, self.dial_workers, self.end_workers, self.serve_workers, self.copiers):
+        for workers in (
+            self.control_workers,
+            self.confirm_workers,
+            self.dial_workers,
+            self.end_workers,
+            self.serve_workers,
+            self.copiers,
+        ):
             workers.close()
         self.loop.close()
         self.regions.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist.engine import constraints, local, loopback
+from llm_datadist.engine.admission import Admission
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
@@ -63,9 +64,11 @@ class Engine:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
+        admission = Admission(options)  # before anything is reserved: it may refuse the options
         self._pools = Pools(options)
         alone = loopback.enabled()
-        self._core = Core(cluster_id, options, self._release_later, [] if alone else self._pools.areas)
+        areas = [] if alone else self._pools.areas
+        self._core = Core(cluster_id, options, admission, self._release_later, areas)
         self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
         self.few = FewTransfers(self._core, self._links)

@@ -15,6 +15,7 @@ from llm_datadist.engine.peer_catalogue import PeerCatalogue
 from llm_datadist.net.channel import ChannelClosedError
 from llm_datadist.utils import log
 from llm_datadist.wire import messages
+from llm_datadist.wire.auth import NO_KEY, OnceOnly
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _MOMENT_S: Final = 0.05
+_MAX_ARRIVALS: Final = 64
 
 
 class LinkState(enum.Enum):
@@ -175,6 +177,10 @@ class Link(PeerLink):
         self.peer = peer
         self.channel = channel
         self.token = token
+        self.key = NO_KEY
+        """With which data connections and the hand-over prove that they belong to it."""
+        self.numbers_seen = OnceOnly()
+        """Of data connections that the peer has opened. Loop thread."""
         self.address = address
         self.dialled: Address | None = None
         """Where this side connected to; None if the peer connected."""
@@ -232,7 +238,10 @@ class Link(PeerLink):
                 self._state = LinkState.LINKED
 
     def data_arrived(self, number: int, sock: socket.socket) -> None:
-        """The peer opened a data connection on which this side may ask."""
+        """The peer opened a data connection on which this side may ask; too many that nobody waits for are closed."""
+        if self._arrivals.qsize() >= _MAX_ARRIVALS:
+            sock.close()
+            return
         self._arrivals.put((number, sock))
 
     def take_arrivals(self, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:

@@ -124,7 +124,7 @@ class NetworkLinks(Links):
         self._core = core
         self._comms = Comms(core)
         handshaker = Handshaker(core, self._comms)
-        self._listeners = Listeners(core.loop, handshaker.accept, handshaker.accept_data)
+        self._listeners = Listeners(core.loop, handshaker.accept, handshaker.accept_data, core.admission.tls)
         self._comms.attach(handshaker.dial, self._listeners)
         options = core.options
         need_local = not options.has_comm_res and not options.hixl

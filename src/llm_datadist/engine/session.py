@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from llm_datadist.engine.admission import NotAdmittedError
 from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.service import Holds, refuse
 from llm_datadist.status import LLMStatusCode
@@ -12,10 +13,10 @@ from llm_datadist.wire import messages
 from llm_datadist.wire.messages import Ok
 
 if TYPE_CHECKING:
+    from llm_datadist.engine.admission import Newcomer
     from llm_datadist.engine.core import Core
     from llm_datadist.engine.link import Link
     from llm_datadist.net.channel import Channel
-    from llm_datadist.net.loop import Timer
 
 _PATIENCE_S: Final = 10.0
 
@@ -23,8 +24,8 @@ _PATIENCE_S: Final = 10.0
 class Host(Protocol):
     """What a session needs of the engine beyond its core. The first two may block and are run by workers."""
 
-    def welcome(self, session: Session, hello: messages.Hello, request_id: int) -> None:
-        """Answer a ``Hello``."""
+    def welcome(self, session: Session, newcomer: Newcomer, hello: messages.Hello, request_id: int) -> None:
+        """Answer the ``Hello`` of a newcomer."""
 
     def confirm(self, session: Session, confirm: messages.Confirm, request_id: int) -> None:
         """Answer a ``Confirm``."""
@@ -39,7 +40,8 @@ class Host(Protocol):
 class Session:
     """Dispatches the messages of one control connection. ``link`` is set once the peer has introduced itself."""
 
-    def __init__(self, channel: Channel, core: Core, host: Host) -> None:
+    def __init__(self, channel: Channel, core: Core, host: Host, newcomer: Newcomer | None = None) -> None:
+        """``newcomer``: what the peer has shown so far, if it has connected."""
         self.channel = channel
         self.link: Link | None = None
         self.is_self = False
@@ -49,22 +51,20 @@ class Session:
         self._holds = Holds()
         self.supersedes: Link | None = None
         """A link to the same life of the peer that is dead at its end."""
-        self._introduced = False
+        self.newcomer = newcomer
+        self._heard = False
+        """Whether it has introduced itself."""
         core.sessions.add(self)
-        self._patience: Timer | None = None
         channel.on_message = self._message
         channel.on_close = self._closed
 
     def expect_hello(self) -> None:
         """Close the connection if its peer does not introduce itself soon."""
-        self._patience = self._core.loop.call_later(
-            _PATIENCE_S, lambda: self.channel.close("the peer did not introduce itself in time")
-        )
+        self._core.newcomers.enter(self, _PATIENCE_S)
 
     def introduce(self, link: Link) -> None:
         """The peer is known now."""
         self.link = link
-        self._introduced = True
         self.channel.trust()
 
     def give_up(self, reason: str) -> None:
@@ -74,19 +74,31 @@ class Session:
             self._core.ender.lose(self.link, reason)
 
     def _message(self, channel: Channel, body: messages.Body, request_id: int) -> None:
-        if isinstance(body, messages.Hello):
-            if self._introduced:
-                channel.close("a second introduction on one connection")
-                return
-            self._introduced = True
-            self._end_patience()
-            self._core.control_workers.run(lambda: self._host.welcome(self, body, request_id))
+        if self.newcomer is not None and not self._heard:
+            self._hear(self.newcomer, body, request_id)
         elif self.link is None:
             channel.close(f"{type(body).__name__} before an introduction")
         elif isinstance(body, messages.Confirm):
-            self._core.control_workers.run(lambda: self._host.confirm(self, body, request_id))
+            self._core.confirm_workers.run(lambda: self._host.confirm(self, body, request_id))
         else:
             self._linked_message(self.link, body, request_id)
+
+    def _hear(self, newcomer: Newcomer, body: messages.Body, request_id: int) -> None:
+        """Until the peer has introduced itself and, if there is a secret, proved that it knows it."""
+        try:
+            answer = newcomer.hear(body)
+        except NotAdmittedError as error:
+            where = self.channel.remote_host
+            log.warn_rarely(f"link {where}", "a link from %s was refused: %s", where, error)
+            self.channel.reply(refuse(LLMStatusCode.LLM_LINK_FAILED, str(error)), request_id)
+            self.channel.close(str(error))
+            return
+        if isinstance(answer, messages.Hello):
+            self._heard = True
+            self._core.newcomers.leave(self)
+            self._core.control_workers.run(lambda: self._host.welcome(self, newcomer, answer, request_id))
+        else:
+            self.channel.reply(answer, request_id)
 
     def _linked_message(self, link: Link, body: messages.Body, request_id: int) -> None:
         service, reply = self._core.service, self.channel.reply
@@ -142,12 +154,8 @@ class Session:
 
         link.when_idle(idle)
 
-    def _end_patience(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-
     def _closed(self, _channel: Channel, reason: str) -> None:
-        self._end_patience()
+        self._core.newcomers.leave(self)
         self._core.sessions.discard(self)
         self._core.service.drop(self._holds)
         if self.link is not None:

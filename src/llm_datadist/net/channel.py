@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.net.loop import READ, WRITE, guarded
+from llm_datadist.net.security import TlsError, peer_host, tls_of
 from llm_datadist.utils import log
 from llm_datadist.wire import framing, messages
 from llm_datadist.wire.framing import ProtocolError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist.net.loop import Loop
+    from llm_datadist.net.tls import Tls
     from llm_datadist.utils.deadline import Deadline
     from llm_datadist.wire.messages import Body
 
@@ -55,6 +57,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket, loop: Loop) -> None:
         self._sock = sock
+        self._tls = tls_of(sock)
+        """Used under the lock, so that what is encrypted is sent in the same order."""
         self._loop = loop
         self._lock = threading.Lock()
         self._decoder = framing.FrameDecoder()
@@ -80,6 +84,11 @@ class Channel:
         name = self._sock.getpeername()
         return str(name[0]), int(name[1])
 
+    @property
+    def remote_host(self) -> str:
+        """Host of the other end, for people."""
+        return peer_host(self._sock)
+
     def wait_closed(self, deadline: Deadline) -> bool:
         """Wait until the connection is gone; whether that happened in time."""
         return self._gone.wait(deadline.remaining())
@@ -87,6 +96,8 @@ class Channel:
     def start(self) -> None:
         """Begin to watch the connection; set the callbacks first."""
         self._loop.call_soon(self._watch)
+        if self._tls is not None:
+            self._loop.call_soon(lambda: self._understand(b""))  # what came with the end of the handshake
 
     def trust(self) -> None:
         """The peer has introduced itself: accept long frames."""
@@ -151,6 +162,11 @@ class Channel:
         with self._lock:
             if self._close_reason is not None:
                 raise ChannelClosedError(self._close_reason)
+            if self._tls is not None:
+                try:
+                    data = self._tls.encrypt(data)
+                except TlsError as error:
+                    raise ChannelClosedError(str(error)) from error
             if not self._outbox:
                 try:
                     data = data[self._sock.send(data, _SEND_FLAGS) :]
@@ -199,13 +215,31 @@ class Channel:
         if not data:
             self.close("the peer closed the connection")
             return
+        self._understand(data)
+
+    def _understand(self, data: bytes) -> None:
         try:
+            if self._tls is not None:
+                data = self._decrypt(self._tls, data)
             for payload in self._decoder.feed(data):
                 envelope = messages.decode(payload)
                 guarded(functools.partial(self._dispatch, envelope))
         except ProtocolError as error:
-            log.warn("control connection closed: %s", error)
+            host = self.remote_host
+            log.warn_rarely(f"control {host}", "control connection of %s closed: %s", host, error)
             self.close(str(error))
+        except TlsError as error:
+            self.close(f"TLS: {error}")
+
+    def _decrypt(self, tls: Tls, data: bytes) -> bytes:
+        with self._lock:
+            tls.feed(data)
+            plain = tls.read()
+            answer = tls.outgoing()  # of TLS itself, when the peer has changed its key
+            self._outbox += answer
+        if answer:
+            self._watch()
+        return plain
 
     def _dispatch(self, envelope: messages.Envelope) -> None:
         if envelope.reply_to:

@@ -15,7 +15,7 @@ from llm_datadist.memory.move import MemoryFaultError, mapped
 from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError, UnknownRegionError
 from llm_datadist.net.loop import READ
 from llm_datadist.paths.base import FEW, PathError, PathFaultError, PathTimeoutError
-from llm_datadist.paths.tcp_stream import SPIN_S, Stream, iovec_of
+from llm_datadist.paths.tcp_stream import SPIN_S, iovec_of, stream_on
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire.data import MAX_REASON, REQUEST_BYTES, Op, Reply, Request, Result, decode_few, decode_spans
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.loop import Loop
     from llm_datadist.net.workers import Workers
+    from llm_datadist.paths.tcp_stream import Stream
 
 _LINGER_S: Final = 0.002
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
@@ -135,7 +136,7 @@ class DataServer:
     def _serve(self, key: tuple[bytes, int], served: _Served) -> None:
         keep = False
         try:
-            stream = Stream(served.sock)
+            stream = stream_on(served.sock)
             inbox = _Inbox(stream)
             while inbox.wait():
                 self._serve_one(stream, inbox)

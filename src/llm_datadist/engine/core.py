@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from typing import TYPE_CHECKING, Final
@@ -16,9 +17,9 @@ from llm_datadist.net.workers import Workers
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.tcp_server import DataServer
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
-from llm_datadist.utils.process import boot_id, pid_namespace, start_time
+from llm_datadist.utils.process import boot_id, dumpable, own_start_time, pid_namespace, user_namespace
 from llm_datadist.wire.messages import Identity, Offer
 
 if TYPE_CHECKING:
@@ -47,20 +48,30 @@ class Core:
         release: Callable[[CacheEntry], object],
         pools: Sequence[Area],
     ) -> None:
+        """Take what they need of the system.
+
+        Raises:
+            OSError: it gives no descriptors or no memory; nothing is left behind.
+            RuntimeError: it gives no thread; nothing is left behind.
+        """
         self.options = options
-        self.regions = RegionTable()
+        with contextlib.ExitStack() as undo:
+            self.regions = RegionTable()
+            undo.callback(self.regions.close)
+            self.loop = Loop(f"datadist-{cluster_id}")
+            undo.pop_all()
         self.identity = Identity(
             cluster_id=cluster_id,
             incarnation=secrets.token_bytes(16),
             boot_id=boot_id(),
             pid_namespace=pid_namespace(),
             pid=os.getpid(),
-            start_time=start_time(os.getpid()),
+            start_time=own_start_time(),
+            user_namespace=user_namespace(),
         )
         name = f"datadist-{cluster_id}"
         cores = len(os.sched_getaffinity(0))
         self.copy_threads = min(_MAX_COPY_THREADS, cores)
-        self.loop = Loop(name)
         self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
@@ -79,6 +90,7 @@ class Core:
             table_fd=self.regions.fd,
             paths=list(options.paths),
             handover=self.handover.name if self.handover else None,
+            dumpable=dumpable(),
         )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
@@ -92,7 +104,7 @@ class Core:
         try:
             return HandoverServer([*self.regions.areas, *pools], self.loop, self._knows)
         except OSError as error:
-            log.warn("peers cannot map the memory pools of this process: %s", error)
+            log.warn("peers cannot map the memory pools of this process: %s", limits.with_hint(error))
             return None
 
     def _knows(self, token: bytes) -> bool:

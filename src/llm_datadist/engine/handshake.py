@@ -7,6 +7,7 @@ nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -22,7 +23,7 @@ from llm_datadist.paths.base import Context, PathError, Peer
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 from llm_datadist.wire.data import Greeting
@@ -65,7 +66,7 @@ class Handshaker:
         except OSError as error:
             late = isinstance(error, TimeoutError) or deadline.expired()
             code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_LINK_FAILED
-            message = f"cannot connect to {text(address)}: {error.strerror or error}"
+            message = f"cannot connect to {text(address)}: {limits.with_hint(error)}"
             raise LinkError(code, message) from error
         session = Session(Channel(sock, self._core.loop), self._core, self)
         session.channel.start()
@@ -132,7 +133,13 @@ class Handshaker:
         self, link: Link, address: Address, count: int, deadline: Deadline
     ) -> list[tuple[int, socket.socket]]:
         """Data connections on which this side asks, opened by this side."""
-        return [self._open_one(link, address, deadline, serve=True) for _ in range(count)]
+        with contextlib.ExitStack() as undo:
+            opened: list[tuple[int, socket.socket]] = []
+            for _ in range(count):
+                opened.append(self._open_one(link, address, deadline, serve=True))
+                undo.callback(opened[-1][1].close)
+            undo.pop_all()
+        return opened
 
     def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:
         number = next(link.data_numbers)
@@ -140,7 +147,7 @@ class Handshaker:
         try:
             return number, connect(address, preamble(Kind.DATA) + greeting.encode(), deadline)
         except OSError as error:
-            message = f"cannot connect to {text(address)}: {error.strerror or error}"
+            message = f"cannot connect to {text(address)}: {limits.with_hint(error)}"
             raise PathError(message) from error
 
     def open_data(self, link: Link, count: int) -> messages.Body:

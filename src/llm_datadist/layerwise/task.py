@@ -11,7 +11,7 @@ from llm_datadist.engine.requests import PushRequest
 from llm_datadist.layerwise.configs import TransferConfig
 from llm_datadist.layerwise.ranges import NUM_TENSORS_PER_LAYER, check_equal_length
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
-from llm_datadist.utils import log, utils
+from llm_datadist.utils import limits, log, utils
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,8 +156,9 @@ class LayerTransfer:
             thread.start()
         except RuntimeError as error:
             status = LLMStatusCode.LLM_FAILED
-            message = f"[{OPERATION}] failed, error code is {status}, no thread could be started: {error}."
-            raise LLMException(message, status_code=status, operation=OPERATION) from error
+            reason, hint = limits.explain(error)
+            message = f"[{OPERATION}] failed, error code is {status}, no thread could be started: {reason}; {hint}."
+            raise LLMException(message, status_code=status, operation=OPERATION, retryable=True, hint=hint) from error
 
     def wait(self, timeout_in_millis: int | None) -> list[LLMStatusCode | None] | None:
         """The results once the task has ended; None when it still runs after the timeout (None: no timeout)."""

@@ -36,6 +36,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     start_time: Size
     """Of the process, in clock ticks since boot: a pid that is used again differs here."""
+    user_namespace: Size = 0
+    """0 is unknown."""
 
 
 class Offer(Struct, frozen=True, kw_only=True):
@@ -50,6 +52,8 @@ class Offer(Struct, frozen=True, kw_only=True):
     """The paths that this side permits, best first."""
     handover: Name | None = None
     """The abstract Unix socket at which linked processes on this host get the descriptors of shared memory, if any."""
+    dumpable: bool = True
+    """Whether the process lets others of its user look into it; only to explain why they cannot."""
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):

@@ -14,15 +14,15 @@ from llm_datadist.wire import framing
 from llm_datadist.wire.data import Greeting
 from llm_datadist.wire.framing import Kind
 from net_helpers import WAIT_S, ended
-from netns_kit import two_hosts
 from security_kit import BLOCKS, log_lines, protection, pull, push, same, watch_log, with_caches
 from test_comms import link_all, table
+from two_hosts_kit import two_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from netns_kit import Host
     from peers import Node, Peer, Peers
+    from two_hosts_kit import Host
 
 OK, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_LINK_FAILED
 REMEDIES = ("LLM_DATADIST_SECRET_FILE", "tls_cert", "LLM_DATADIST_ALLOW_INSECURE_REMOTE=1")

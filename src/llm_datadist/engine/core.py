@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from typing import TYPE_CHECKING, Final
@@ -19,9 +20,9 @@ from llm_datadist.net.workers import Workers
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.tcp_server import DataServer
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
-from llm_datadist.utils.process import boot_id, pid_namespace, start_time
+from llm_datadist.utils.process import boot_id, dumpable, own_start_time, pid_namespace, user_namespace
 from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.messages import Identity, Offer
 
@@ -54,21 +55,31 @@ class Core:
         release: Callable[[CacheEntry], object],
         pools: Sequence[Area],
     ) -> None:
+        """Take what they need of the system.
+
+        Raises:
+            OSError: it gives no descriptors or no memory; nothing is left behind.
+            RuntimeError: it gives no thread; nothing is left behind.
+        """
         self.options = options
         self.admission = admission
-        self.regions = RegionTable()
+        with contextlib.ExitStack() as undo:
+            self.regions = RegionTable()
+            undo.callback(self.regions.close)
+            self.loop = Loop(f"datadist-{cluster_id}")
+            undo.pop_all()
         self.identity = Identity(
             cluster_id=cluster_id,
             incarnation=secrets.token_bytes(16),
             boot_id=boot_id(),
             pid_namespace=pid_namespace(),
             pid=os.getpid(),
-            start_time=start_time(os.getpid()),
+            start_time=own_start_time(),
+            user_namespace=user_namespace(),
         )
         name = f"datadist-{cluster_id}"
         cores = len(os.sched_getaffinity(0))
         self.copy_threads = min(_MAX_COPY_THREADS, cores)
-        self.loop = Loop(name)
         self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
         self.confirm_workers = Workers(f"{name}-confirm", _CONTROL_THREADS)
         """Apart from ``control_workers``: peers that do not go on with a handshake hold up other handshakes alone."""
@@ -95,6 +106,7 @@ class Core:
             paths=list(options.paths),
             handover=self.handover.name if self.handover else None,
             digest=digests.ALGORITHM if digests.available() else None,
+            dumpable=dumpable(),
         )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
@@ -108,7 +120,7 @@ class Core:
         try:
             return HandoverServer([*self.regions.areas, *pools], self.loop, self._knows)
         except OSError as error:
-            log.warn("peers cannot map the memory pools of this process: %s", error)
+            log.warn("peers cannot map the memory pools of this process: %s", limits.with_hint(error))
             return None
 
     def _knows(self, request: bytes) -> bool:

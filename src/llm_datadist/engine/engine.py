@@ -24,7 +24,7 @@ from llm_datadist.layout.plan import MAX_TENSOR_BITS
 from llm_datadist.memory.huge_pages import advise
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Engine:
         """Reserve pools, start to listen.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY, LLM_FAILED (cannot listen), LLM_PARAM_INVALID.
+            LLMException: LLM_OUT_OF_MEMORY, LLM_FAILED (cannot listen, no descriptors or threads), LLM_PARAM_INVALID.
         """
         self.options = options
         self._pid = os.getpid()
@@ -68,7 +68,11 @@ class Engine:
         self._pools = Pools(options)
         alone = loopback.enabled()
         areas = [] if alone else self._pools.areas
-        self._core = Core(cluster_id, options, admission, self._release_later, areas)
+        try:
+            self._core = Core(cluster_id, options, admission, self._release_later, areas)
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._pools.close()
+            raise _cannot_start(error) from error
         self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
         self.few = FewTransfers(self._core, self._links)
@@ -406,6 +410,12 @@ class Engine:
         """How the memory of all caches is backed."""
         self._check("explain_memory")
         return MemoryReport.of(self._core.catalogue.all(), wanted=self.options.huge_pages)
+
+
+def _cannot_start(error: BaseException) -> LLMException:
+    reason, hint = limits.explain(error)
+    code = LLMStatusCode.LLM_OUT_OF_MEMORY if limits.out_of_memory(error) else LLMStatusCode.LLM_FAILED
+    return failure(code, "init", f"cannot start: {reason}", retryable=True, hint=hint)
 
 
 def _check_spec(spec: CacheSpec, operation: str) -> None:

@@ -7,6 +7,7 @@ sides; until then either can still say no and nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 from hmac import compare_digest
@@ -27,7 +28,7 @@ from llm_datadist.paths.base import Context, PathError, PathTimeoutError, Peer
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 from llm_datadist.wire.auth import handover_request
@@ -153,7 +154,13 @@ class Handshaker:
         self, link: Link, address: Address, count: int, deadline: Deadline
     ) -> list[tuple[int, socket.socket]]:
         """Data connections on which this side asks, opened by this side."""
-        return [self._open_one(link, address, deadline, serve=True) for _ in range(count)]
+        with contextlib.ExitStack() as undo:
+            opened: list[tuple[int, socket.socket]] = []
+            for _ in range(count):
+                opened.append(self._open_one(link, address, deadline, serve=True))
+                undo.callback(opened[-1][1].close)
+            undo.pop_all()
+        return opened
 
     def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:
         number = next(link.data_numbers)
@@ -169,7 +176,7 @@ class Handshaker:
                 sock.close()
                 raise
         except (OSError, EOFError, TlsError, NotAdmittedError) as error:
-            message = f"cannot connect to {text(address)}: {getattr(error, 'strerror', None) or error}"
+            message = f"cannot connect to {text(address)}: {limits.with_hint(error)}"
             kind = PathTimeoutError if isinstance(error, TimeoutError) else PathError
             raise kind(message) from error
         return number, sock

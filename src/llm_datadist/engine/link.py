@@ -65,8 +65,7 @@ class LinkReport:
         lines = [f"{who}: {self.state.name.lower()}, path {self.path or 'none'}"]
         for attempt in self.attempts:
             mark = "*" if attempt.chosen else "-"
-            hint = f" [{attempt.hint}]" if attempt.hint else ""
-            lines.append(f"  {mark} {attempt.name}: {attempt.reason}{hint}")
+            lines.append(f"  {mark} {attempt}")
         return "\n".join(lines)
 
 
@@ -104,8 +103,8 @@ class PeerLink(abc.ABC):
         """Whether a path is (still) in use."""
 
     @abc.abstractmethod
-    def demote(self, path: Path, reason: str) -> None:
-        """Stop using ``path``."""
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
+        """Stop using ``path``: the system does not permit it any more. ``hint`` says what would help."""
 
     @abc.abstractmethod
     def ends(self, deadline: Deadline) -> bool:
@@ -326,10 +325,10 @@ class Link(PeerLink):
         """See ``PeerLink.uses``."""
         return self._route is not None and self._route.uses(path)
 
-    def demote(self, path: Path, reason: str) -> None:
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
         """See ``PeerLink.demote``."""
         if self._route is not None:
-            self._route.demote(path, reason)
+            self._route.demote(path, reason, hint)
 
     def ends(self, deadline: Deadline) -> bool:
         """See ``PeerLink.ends``."""

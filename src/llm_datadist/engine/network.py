@@ -14,6 +14,7 @@ from llm_datadist.engine.links import Linker
 from llm_datadist.engine.listeners import Listeners
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.net.ports import why_not
 from llm_datadist.paths.ladder import one_sided
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
@@ -142,14 +143,15 @@ class NetworkLinks(Links):
         self._switch(address, "init")
 
     def _switch(self, address: Address | None, operation: str) -> None:
+        if address is None:
+            self._listeners.switch(None)
+            return
         try:
             self._listeners.switch(address)
         except ValueError as error:
             raise invalid(operation, f"listen_ip_info: {error}") from error
         except OSError as error:
-            where = text(address) if address else ""
-            context = f"cannot listen at {where}: {error.strerror or error}"
-            hint = "choose another port or end the process that uses it"
+            context, hint = why_not(address, error)
             raise failure(LLMStatusCode.LLM_FAILED, operation, context, phase="link", hint=hint) from error
 
     def require(self, cluster_id: int, operation: str) -> PeerLink:

@@ -79,7 +79,9 @@ class Session:
         elif self.link is None:
             channel.close(f"{type(body).__name__} before an introduction")
         elif isinstance(body, messages.Confirm):
-            self._core.confirm_workers.run(lambda: self._host.confirm(self, body, request_id))
+            self._core.confirm_workers.run(
+                lambda: self._host.confirm(self, body, request_id), lambda: channel.close("no thread for the handshake")
+            )
         else:
             self._linked_message(self.link, body, request_id)
 
@@ -96,7 +98,11 @@ class Session:
         if isinstance(answer, messages.Hello):
             self._heard = True
             self._core.newcomers.leave(self)
-            self._core.control_workers.run(lambda: self._host.welcome(self, newcomer, answer, request_id))
+            refusal = refuse(LLMStatusCode.LLM_LINK_FAILED, "this side has no thread for the handshake (any more)")
+            self._core.control_workers.run(
+                lambda: self._host.welcome(self, newcomer, answer, request_id),
+                lambda: self.channel.reply(newcomer.answer(refusal)[0], request_id),
+            )
         else:
             self.channel.reply(answer, request_id)
 
@@ -127,7 +133,10 @@ class Session:
         elif isinstance(body, messages.Join):
             reply(self._host.join(link, body.comm), request_id)
         elif isinstance(body, messages.OpenData):
-            core.control_workers.run(lambda: reply(self._host.open_data(link, body.count), request_id))
+            refusal = refuse(LLMStatusCode.LLM_LINK_FAILED, "this side has no thread to open connections")
+            core.control_workers.run(
+                lambda: reply(self._host.open_data(link, body.count), request_id), lambda: reply(refusal, request_id)
+            )
         elif isinstance(body, messages.Fence):
             core.data_server.give_up(link.token, body.connections, lambda: reply(Ok(), request_id))
         elif isinstance(body, messages.Bye):

@@ -276,7 +276,7 @@ class Transfers:
                 try:
                     (path.read if pull else path.write)(spans, deadline, epoch)
                 except PathDeniedError as error:
-                    link.demote(path, str(error))
+                    link.demote(path, str(error), error.hint)
                 except OutOfReachError:
                     beyond = path
                 else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -18,7 +19,7 @@ from llm_datadist.net.channel import set_timeouts
 from llm_datadist.net.forks import own
 from llm_datadist.net.listener import Acceptor
 from llm_datadist.net.loop import READ
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.wire.framing import ProtocolError
 from llm_datadist.wire.handover import (
     MAX_AREAS,
@@ -92,7 +93,7 @@ class HandoverServer(Acceptor):
         try:
             sock.sendmsg([self._packet], [rights], _FLAGS)
         except OSError as error:
-            log.warn("cannot hand over descriptors: %s", error)
+            log.warn("cannot hand over descriptors: %s", limits.with_hint(error))
             sock.close()
             return
         self._given[token] = sock
@@ -133,7 +134,8 @@ def fetch(name: str, request: bytes, deadline: Deadline) -> Parcel:
         if user not in _trusted():
             message = f"the peer runs as user {user}, this process as {os.geteuid()}"
             raise ProtocolError(message)
-        sock.send(request, socket.MSG_NOSIGNAL)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused already, as is seen below
+            sock.send(request, socket.MSG_NOSIGNAL)
         return Parcel(sock, _receive(sock))
     except BaseException:
         sock.close()
@@ -142,7 +144,10 @@ def fetch(name: str, request: bytes, deadline: Deadline) -> Parcel:
 
 def _receive(sock: socket.socket) -> list[Area]:
     room = socket.CMSG_SPACE(MAX_AREAS * array.array("i").itemsize)
-    packet, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    try:
+        packet, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        packet, ancillary, flags = b"", [], 0
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -152,6 +157,8 @@ def _receive(sock: socket.socket) -> list[Area]:
             message = "the peer refused: it runs as another user, or does not know the link (any more)"
             raise ProtocolError(message)
         announced = decode(packet).areas
+        if flags & socket.MSG_CTRUNC and len(descriptors) < len(announced):  # the kernel could not install them all
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(descriptors) != len(announced):
             message = f"{len(announced)} descriptors were announced, {len(descriptors)} came"
             raise ProtocolError(message)

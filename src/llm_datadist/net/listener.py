@@ -14,7 +14,7 @@ from llm_datadist.net.forks import own
 from llm_datadist.net.loop import READ
 from llm_datadist.net.security import TlsError, peer_host
 from llm_datadist.net.waiting import share_of_descriptors
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.wire import framing
 from llm_datadist.wire.data import GREETING_BYTES, Greeting
 from llm_datadist.wire.framing import Kind, ProtocolError
@@ -61,6 +61,8 @@ class Acceptor(abc.ABC):
         self._loop = loop
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._most_strangers = share_of_descriptors(_MAX_STRANGERS)
+        self._starved = False
+        """Whether it has been said that connections cannot be accepted at the moment."""
         try:
             sock.settimeout(0)
             sock.bind(where)
@@ -114,10 +116,13 @@ class Acceptor(abc.ABC):
             except OSError as error:
                 # Out of descriptors, say: leave the connection in the backlog and try again in a moment.
                 if self._sock.fileno() >= 0:
-                    log.error("cannot accept connections on %s: %s", self._name, error.strerror)
+                    if not self._starved:
+                        log.error("cannot accept connections on %s: %s", self._name, limits.with_hint(error))
+                    self._starved = True
                     self._loop.unwatch(self._sock)
                     self._loop.call_later(_PAUSE_S, self._watch)
                 return
+            self._starved = False
             if not self._admits(sock):
                 sock.close()
                 continue

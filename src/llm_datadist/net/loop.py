@@ -43,16 +43,25 @@ class Loop:
     """An event loop on its own daemon thread. Every method may be called from any thread."""
 
     def __init__(self, name: str) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, READ, None)
+        """Start it.
+
+        Raises:
+            OSError: the system gives no descriptors.
+            RuntimeError: it gives no thread.
+        """
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] = []
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake_fd)
+            self._selector.register(self._wake_fd, READ, None)
+            self._thread.start()
+            undo.pop_all()
 
     def in_loop(self) -> bool:
         """Whether the caller runs on the loop's thread."""

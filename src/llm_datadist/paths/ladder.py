@@ -10,7 +10,14 @@ import numpy as np
 
 from llm_datadist.layout.spans import Spans
 from llm_datadist.memory.regions import RegionError
-from llm_datadist.paths.base import Path, PathError, PathRejectedError, PathTimeoutError, PeerGoneError
+from llm_datadist.paths.base import (
+    Path,
+    PathDeniedError,
+    PathError,
+    PathRejectedError,
+    PathTimeoutError,
+    PeerGoneError,
+)
 from llm_datadist.paths.inprocess import InProcess
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.process_vm import ProcessVm
@@ -50,6 +57,9 @@ class Attempt:
     hint: str | None = None
     """What would make it usable."""
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}" + (f" [{self.hint}]" if self.hint else "")
+
 
 class Route:
     """The path in use to one peer, and why it is this one. Thread-safe.
@@ -70,7 +80,9 @@ class Route:
         self._paths: tuple[Path, ...] = ()
         """Those in use; each one is for what those before it do not reach."""
         self._ended: list[Path] = []
+        self._warned = False
         self._closed = False
+        self.cluster_id = peer.identity.cluster_id
 
     def connect(self, deadline: Deadline, beyond: Path | None = None) -> Path:
         """The path in use, or the one for what lies ``beyond`` a path; finds one first if there is none.
@@ -87,6 +99,7 @@ class Route:
                 at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
                 if at == len(self._paths):
                     self._paths += (self._climb(deadline),)
+                    self._warn_if_slower()
                 path = self._paths[at]
         finally:
             self._lock.release()
@@ -97,15 +110,25 @@ class Route:
             raise PeerGoneError(message)
         return path
 
-    def demote(self, path: Path, reason: str) -> None:
-        """Stop using ``path``: the system does not permit it any more."""
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
+        """Stop using ``path``: the system does not permit it any more. ``hint`` says what would help."""
         with self._lock:
             if path in self._paths:
                 self._paths = tuple(other for other in self._paths if other is not path)
                 self._ended.append(path)
                 self._attempts = [attempt for attempt in self._attempts if attempt.name != path.name]
-                self._attempts.append(Attempt(path.name, chosen=False, reason=f"stopped working: {reason}"))
-                log.warn("path %s to cluster %d stopped working: %s", path.name, self._peer.identity.cluster_id, reason)
+                attempt = Attempt(path.name, chosen=False, reason=f"stopped working: {reason}", hint=hint)
+                self._attempts.append(attempt)
+                self._warned = True
+                log.warn("cluster %d is reached over another path from now on: %s", self.cluster_id, attempt)
+
+    def _warn_if_slower(self) -> None:
+        """Say once for which reasons that can be helped a path is not the fastest one that both sides permit."""
+        slower = [attempt for attempt in self._attempts if attempt.hint]
+        if slower and not self._warned:
+            self._warned = True
+            reasons = "; ".join(map(str, slower))
+            log.warn("cluster %d is reached over %s only: %s", self.cluster_id, self._paths[-1].name, reasons)
 
     @property
     def path(self) -> Path | None:
@@ -162,7 +185,7 @@ class Route:
             self._attempts.append(Attempt(name, chosen=True, reason=reason))
             self._left.pop(0)
             return path
-        reasons = "; ".join(f"{attempt.name}: {attempt.reason}" for attempt in self._attempts if not attempt.chosen)
+        reasons = "; ".join(str(attempt) for attempt in self._attempts if not attempt.chosen)
         what = "this memory of the peer" if self._paths else "the peer"
         message = f"no path to {what} works ({reasons})"
         raise PathError(message)
@@ -176,7 +199,7 @@ class Route:
             probe(path, self._peer, deadline)
         except (PathError, RegionError) as error:
             path.close()
-            hint = error.hint if isinstance(error, PathRejectedError) else None
+            hint = error.hint if isinstance(error, (PathRejectedError, PathDeniedError)) else None
             message = f"the probe failed: {error}"
             raise PathRejectedError(message, hint) from error
         return path

@@ -40,6 +40,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     start_time: Size
     """Of the process, in clock ticks since boot: a pid that is used again differs here."""
+    user_namespace: Size = 0
+    """0 is unknown."""
 
 
 class Offer(Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class Offer(Struct, frozen=True, kw_only=True):
     """The abstract Unix socket at which linked processes on this host get the descriptors of shared memory, if any."""
     digest: Name | None = None
     """The digest of its memory that this side can tell, if any."""
+    dumpable: bool = True
+    """Whether the process lets others of its user look into it; only to explain why they cannot."""
 
 
 class Greet(Struct, frozen=True, kw_only=True, tag="greet"):

@@ -127,6 +127,8 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("huge_pages", True, {"llm.HugePages": "1"}),
     ("huge_pages", False, {"llm.HugePages": "0"}),
     ("huge_pages", None, {}),
+    ("heartbeat_interval_ms", 0, {"llm.HeartbeatIntervalMs": "0"}),
+    ("heartbeat_timeout_ms", 2**31 - 1, {"llm.HeartbeatTimeoutMs": "2147483647"}),
 ]
 
 

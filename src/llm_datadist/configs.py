@@ -375,6 +375,19 @@ class LlmConfig:
         "Whether memory of caches is moved into huge pages, which can double the speed of copies on one host. "
         "Registering may take longer by 1 s and 0.5 s a GiB. None: as LLM_DATADIST_HUGE_PAGES says, else True.",
     )
+    heartbeat_interval_ms: _Option[int] = _Option(
+        "llm.HeartbeatIntervalMs",
+        _number_in(0, utils.INT32_MAX, int),
+        10_000,
+        "Milliseconds of silence after which a linked peer is asked for a sign of life; 0: never.",
+    )
+    heartbeat_timeout_ms: _Option[int] = _Option(
+        "llm.HeartbeatTimeoutMs",
+        _number_in(1, utils.INT32_MAX, int),
+        60_000,
+        "Milliseconds without that sign of life after which the link is given up. A background thread of the peer "
+        "answers, so a busy interpreter does not matter, but one that an extension holds for so long does.",
+    )
 
     def __init__(self) -> None:
         self.stored: dict[str, Any] = {}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_ADDRS: Final = 240
 DEFAULT_SYNC_TIMEOUT_MS: Final = 1000
 DEFAULT_LINK_TIME_S: Final = 120
+DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 10_000
+DEFAULT_HEARTBEAT_TIMEOUT_MS: Final = 60_000
 _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
@@ -54,6 +56,10 @@ class EngineOptions:
     paths: tuple[str, ...] = DEFAULT_ORDER
     huge_pages: bool = True
     """Whether the kernel is asked for huge pages under the memory of caches."""
+    heartbeat_interval_ms: int = DEFAULT_HEARTBEAT_INTERVAL_MS
+    """After so long a silence a peer is asked for a sign of life; 0: never."""
+    heartbeat_timeout_ms: int = DEFAULT_HEARTBEAT_TIMEOUT_MS
+    """The link of a peer that gives none for so long is given up."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -92,6 +98,12 @@ class EngineOptions:
             ),
             paths=_paths(reader),
             huge_pages=_huge_pages(reader),
+            heartbeat_interval_ms=reader.number(
+                "llm.HeartbeatIntervalMs", 0, _INT32_MAX, default=DEFAULT_HEARTBEAT_INTERVAL_MS
+            ),
+            heartbeat_timeout_ms=reader.number(
+                "llm.HeartbeatTimeoutMs", 1, _INT32_MAX, default=DEFAULT_HEARTBEAT_TIMEOUT_MS
+            ),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist.engine.link import LinkState
+from llm_datadist.engine.liveness import Watch
 from llm_datadist.engine.service import Holds, refuse
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
@@ -50,10 +51,12 @@ class Session:
         self.supersedes: Link | None = None
         """A link to the same life of the peer that is dead at its end."""
         self._introduced = False
+        self._watch: Watch | None = None
         core.sessions.add(self)
         self._patience: Timer | None = None
         channel.on_message = self._message
         channel.on_close = self._closed
+        channel.on_over = self._over
 
     def expect_hello(self) -> None:
         """Close the connection if its peer does not introduce itself soon."""
@@ -63,9 +66,19 @@ class Session:
 
     def introduce(self, link: Link) -> None:
         """The peer is known now."""
+        self.channel.hold()  # its end will mean that our transfers over the link have ended
         self.link = link
         self._introduced = True
         self.channel.trust()
+        options = self._core.options
+        self._watch = Watch(
+            link,
+            self._core.loop,
+            self._core.identity,
+            options.heartbeat_interval_ms / 1000,
+            options.heartbeat_timeout_ms / 1000,
+        )
+        self._watch.start()
 
     def give_up(self, reason: str) -> None:
         """The handshake has failed on this side: leave nothing behind."""
@@ -148,5 +161,13 @@ class Session:
         self._end_patience()
         self._core.sessions.discard(self)
         self._core.service.drop(self._holds)
+        if self._watch is not None:
+            self._watch.stop()
         if self.link is not None:
             self._core.ender.lose(self.link, reason)
+
+    def _over(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self.link is not None:
+            self._core.ender.faded(self.link)

@@ -30,6 +30,8 @@ _PASSED_ON: Final = (
     "llm.Paths",
     "llm.MaxRegisteredAddrs",
     "llm.HugePages",
+    "llm.HeartbeatIntervalMs",
+    "llm.HeartbeatTimeoutMs",
     "llm.RdmaTrafficClass",
     "llm.RdmaServiceLevel",
     "llm.LinkTotalTime",

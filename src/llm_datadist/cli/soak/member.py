@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist import (
     BlocksCacheKey,
-    Cache,
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
@@ -37,6 +36,7 @@ from llm_datadist.cli.soak.plan import BATCH, BLOCKS, ENTRY_BLOCKS, NUM_LAYERS, 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist.cache_manager import CacheManager
     from llm_datadist.cli.kv import U8, U32
     from llm_datadist.cli.soak.orders import Move, Verify
     from llm_datadist.cli.soak.plan import Place, Table
@@ -59,35 +59,36 @@ class AllReady(LayerSynchronizer):
 
 
 class Views:
-    """Memory, and the two caches that know it."""
+    """Memory with contents, and the two caches that know it."""
 
-    def __init__(self, datadist: LLMDataDist, place: Place, model_id: int, *, pool: bool) -> None:
+    def __init__(
+        self, datadist: LLMDataDist, place: Place, model_id: int, fill: Callable[[list[U8]], None], *, pool: bool
+    ) -> None:
         self._manager = datadist.cache_manager
         shape = place.shape
         tensors, block_bytes = shape.num_tensors, shape.block_bytes
         blocks = CacheDesc(tensors, [BLOCKS, block_bytes], DataType.DT_UINT8)
         entries = CacheDesc(tensors, [BATCH, ENTRY_BLOCKS * block_bytes], DataType.DT_UINT8)
-        accessible = place.lane is not Lane.MESSAGES
-        key = BlocksCacheKey(place.cluster_id, model_id) if accessible else None
-        self._allocated: Cache | None = None
-        if pool:
-            self.blocks = self._allocated = self._manager.allocate_blocks_cache(blocks, key)
-            self.addrs = list(self.blocks.tensor_addrs)
+        self._allocated = self._manager.allocate_blocks_cache(blocks) if pool else None
+        if self._allocated is not None:
+            self.addrs = list(self._allocated.tensor_addrs)
             self.tensors = kv.tensors_at(self.addrs, shape, BLOCKS)
         else:
             self.tensors = list(np.empty((tensors, BLOCKS, block_bytes), dtype=np.uint8))
             self.addrs = [int(tensor.ctypes.data) for tensor in self.tensors]
-            self.blocks = self._manager.register_blocks_cache(blocks, self.addrs, key)
+        fill(self.tensors)  # before anybody can know it
+        accessible = place.lane is not Lane.MESSAGES
+        key = BlocksCacheKey(place.cluster_id, model_id) if accessible else None
         keys = [] if accessible else [CacheKey(place.cluster_id, entry, model_id) for entry in range(BATCH)]
+        self.blocks = self._manager.register_blocks_cache(blocks, self.addrs, key)
         self.entries = self._manager.register_cache(entries, self.addrs, keys)
 
     def close(self) -> None:
         """Take the memory back."""
-        self._manager.unregister_cache(self.entries.cache_id)
+        for cache in (self.entries, self.blocks):
+            self._manager.unregister_cache(cache.cache_id)
         if self._allocated is not None:
             self._manager.deallocate_blocks_cache(self._allocated)
-        else:
-            self._manager.unregister_cache(self.blocks.cache_id)
 
 
 class Member:
@@ -99,14 +100,24 @@ class Member:
         self._seed = seed
         self._datadist = LLMDataDist(LLMRole.MIX, place.cluster_id)
         self._datadist.init(_config(place).generate_options())
-        self._target = Views(self._datadist, place, _TARGET_MODEL, pool=self._pool)
-        kv.poison(self._target.tensors)
+        self._target = Views(self._datadist, place, _TARGET_MODEL, kv.poison, pool=self._pool)
         self._source = self._new_source()
+        self._calls: dict[Operation, Callable[[Move], None]] = {
+            Operation.PULL_BLOCKS: self._pull_blocks,
+            Operation.PULL_FEW: self._pull_blocks,
+            Operation.PUSH_BLOCKS: self._push_blocks,
+            Operation.PULL_CACHE: self._pull_cache,
+            Operation.PUSH_CACHE: self._push_cache,
+            Operation.CACHE_TO_BLOCKS: self._cache_to_blocks,
+            Operation.LAYER_WISE: self._layer_wise,
+            Operation.COPY_BLOCKS: self._copy_blocks,
+        }
 
     def _new_source(self) -> Views:
-        source = Views(self._datadist, self._place, _SOURCE_MODEL, pool=self._pool)
-        kv.fill(source.tensors, self._seed, self._place.shape, _nothing)
-        return source
+        def fill(tensors: list[U8]) -> None:
+            kv.fill(tensors, self._seed, self._place.shape, _nothing)
+
+        return Views(self._datadist, self._place, _SOURCE_MODEL, fill, pool=self._pool)
 
     def ready(self) -> Ready:
         """What peers need to know.
@@ -155,16 +166,18 @@ class Member:
         return self.ready()
 
     def move(self, order: Move) -> Moved:
-        """Make a transfer to or from a peer."""
-        transfer = order.transfer
+        """Make a transfer to or from a peer, again and again for a while."""
+        transfer, shape = order.transfer, self._place.shape
         peer = order.target if transfer.operation.by_source else order.source
-        _CALLS[transfer.operation](self, order)
+        end, times = time.monotonic() + order.for_s, 0
+        while not times or time.monotonic() < end:
+            self._calls[transfer.operation](order)
+            times += 1
         path = self._datadist.explain_link(peer.place.cluster_id).path
-        shape = self._place.shape
-        return Moved(len(transfer.table.src) * shape.num_tensors * shape.block_bytes, path or "unknown")
+        return Moved(times, times * len(transfer.table.src) * shape.num_tensors * shape.block_bytes, path or "unknown")
 
     @property
-    def _manager(self) -> Manager:
+    def _manager(self) -> CacheManager:
         return self._datadist.cache_manager
 
     def _pull_blocks(self, order: Move) -> None:
@@ -176,9 +189,7 @@ class Member:
         self._manager.push_blocks(_blocks_key(order.target, _TARGET_MODEL), self._source.blocks, src, dst)
 
     def _pull_cache(self, order: Move) -> None:
-        theirs, ours = order.transfer.entries
-        self._manager.pull_cache(self._entry_key(order), self._target.entries, ours)
-        del theirs
+        self._manager.pull_cache(self._entry_key(order), self._target.entries, order.transfer.entries[1])
 
     def _push_cache(self, order: Move) -> None:
         ours, theirs = order.transfer.entries
@@ -239,21 +250,6 @@ class Member:
         self._datadist.finalize()
 
 
-if TYPE_CHECKING:
-    from llm_datadist.cache_manager import CacheManager as Manager
-
-_CALLS: Final[dict[Operation, Callable[[Member, Move], None]]] = {
-    Operation.PULL_BLOCKS: Member._pull_blocks,
-    Operation.PULL_FEW: Member._pull_blocks,
-    Operation.PUSH_BLOCKS: Member._push_blocks,
-    Operation.PULL_CACHE: Member._pull_cache,
-    Operation.PUSH_CACHE: Member._push_cache,
-    Operation.CACHE_TO_BLOCKS: Member._cache_to_blocks,
-    Operation.LAYER_WISE: Member._layer_wise,
-    Operation.COPY_BLOCKS: Member._copy_blocks,
-}
-
-
 def _config(place: Place) -> LLMConfig:
     config = LLMConfig()
     config.enable_cache_manager = True
@@ -290,9 +286,6 @@ def _nothing(_bytes_done: int) -> None:
 def _poison(tensors: list[U8], blocks: tuple[int, ...]) -> None:
     for tensor in tensors:
         tensor[list(blocks)] = kv.POISON
-
-
-_lock: Final = threading.Lock()
 
 
 @functools.lru_cache(_KEPT)

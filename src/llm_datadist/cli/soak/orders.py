@@ -53,11 +53,13 @@ class SwitchRole:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Make a transfer; answered by Moved or Refused."""
+    """Make a transfer again and again; answered by Moved, or by Refused at the first that fails."""
 
     transfer: Transfer
     source: Ready
     target: Ready
+    for_s: float
+    """So long; once at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A transfer succeeded."""
+    """A transfer succeeded, each time."""
 
+    times: int
     bytes_moved: int
     path: str
 

@@ -20,7 +20,8 @@ ENTRY_BLOCKS: Final = BLOCKS // BATCH
 NUM_LAYERS: Final = 2
 _TOKEN_SHAPE: Final = (512,)
 _FEW_BLOCKS: Final = 3
-_MAX_DELAY_S: Final = 0.1
+BUSY_S: Final = 0.2
+"""How long each transfer of a round is made again and again."""
 _CALM_SHARE: Final = 0.4
 """Of the rounds in which nothing is disturbed."""
 
@@ -170,7 +171,7 @@ class Schedule:
         victim = chance.choice(candidates)
         peers = next(group for group in groups(self._processes) if victim in group)
         other = chance.choice([place for place in peers if place != victim])
-        delay = chance.uniform(0, _MAX_DELAY_S)
+        delay = chance.uniform(0, BUSY_S)
         return Round(next(self._numbers), tuple(transfers), event, victim, other, delay, self.seed())
 
     def _transfer(self, source: Place, target: Place) -> Transfer:

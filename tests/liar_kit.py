@@ -58,6 +58,8 @@ class Liar:
 
     def accept(self, server: socket.socket) -> messages.Envelope:
         """Wait for a control connection; the ``Hello`` on it."""
+        if self.sock is not None:
+            self.sock.close()
         server.settimeout(WAIT_S)
         self.sock, _ = server.accept()
         self.sock.settimeout(WAIT_S)

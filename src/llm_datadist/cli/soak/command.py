@@ -65,7 +65,7 @@ def trends(usages: Sequence[Usage]) -> list[Trend]:
 
 
 def _median(usages: Sequence[Usage], field: str) -> float:
-    return statistics.median(getattr(usage, field) for usage in usages)
+    return float(statistics.median(getattr(usage, field) for usage in usages))
 
 
 def run(seconds: float, processes: int, seed: int) -> int:

@@ -152,7 +152,7 @@ class Soak:
                     if place.process == victim.process:
                         self._link(place, [peer for peer in group if peer != place])
         elif plan.event is Event.UNLINK:
-            self._link(plan.other, [victim])
+            self._link(victim, [plan.other])  # the other one may not even know yet that it is not linked any more
         elif plan.event is Event.SWITCH:
             peers = [peer for group in self._groups if victim in group for peer in group if peer != victim]
             process = self._processes[victim.process]

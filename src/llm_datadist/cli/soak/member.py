@@ -140,22 +140,22 @@ class Member:
         return self.ready()
 
     def link(self, peers: tuple[Ready, ...]) -> Done:
-        """Link to others; links that are there already are fine."""
+        """Link to others."""
         if peers:
             _, statuses = self._datadist.link_clusters([_info(peer) for peer in peers], _TIMEOUT_MS)
-            self._check("link_clusters", statuses, {LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK})
+            self._check("link_clusters", statuses)
         return Done()
 
     def unlink(self, peers: tuple[Ready, ...], *, force: bool) -> Done:
         """Unlink from others."""
         if peers:
             _, statuses = self._datadist.unlink_clusters([_info(peer) for peer in peers], _TIMEOUT_MS, force)
-            self._check("unlink_clusters", statuses, {LLMStatusCode.LLM_SUCCESS})
+            self._check("unlink_clusters", statuses)
         return Done()
 
     @staticmethod
-    def _check(call: str, statuses: list[LLMStatusCode], good: set[LLMStatusCode]) -> None:
-        bad = [status for status in statuses if status not in good]
+    def _check(call: str, statuses: list[LLMStatusCode]) -> None:
+        bad = [status for status in statuses if status != LLMStatusCode.LLM_SUCCESS]
         if bad:
             message = f"{call}: {', '.join(map(str, bad))}"
             raise LLMException(message, status_code=bad[0])
@@ -218,7 +218,7 @@ class Member:
             to_blocks = TransferWithCacheKeyConfig(_blocks_key(peer, _TARGET_MODEL), layers, layers)
             task = self._manager.transfer_cache_async(self._source.blocks, AllReady(), [to_blocks], src, dst)
         status = task.synchronize(2 * NUM_LAYERS * _TIMEOUT_MS)
-        self._check("transfer_cache_async", [status], {LLMStatusCode.LLM_SUCCESS})
+        self._check("transfer_cache_async", [status])
 
     def _copy_blocks(self, order: Move) -> None:
         src, dst = _lists(order.transfer.table)

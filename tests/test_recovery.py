@@ -1,0 +1,127 @@
+"""Peers come back: nobody who lives on is restarted, and none that is stuck delays another."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from expect import expect
+from llm_datadist import LLMException, LLMStatusCode
+from peers import TIMEOUT_S, Peer
+from test_clients import link_by_table
+from test_comms import OK as GROUP_OK
+from test_comms import link_all, table
+from test_faults import go_on, stop
+from test_links import free_port, link_several, pull_one, pull_until_unlinked, with_caches
+
+if TYPE_CHECKING:
+    from peers import Peers
+
+OK = LLMStatusCode.LLM_SUCCESS
+NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def restarted(peers: Peers, old: Peer, **properties: object) -> Peer:
+    """Kill a peer and start it again: same cluster id, same port."""
+    assert old.address is not None
+    old.process.kill()
+    again = peers.make(old.cluster_id, listen_ip_info=f"{old.address[0]}:{old.address[1]}", **properties)
+    with_caches(again)
+    return again
+
+
+@pytest.mark.parametrize("paths", ["process_vm", "tcp"])
+def test_dead_peers_are_linked_again_while_others_are_stuck(peers: Peers, paths: str) -> None:
+    """One is stopped, one is a black hole: two that were killed are linked again before those have even timed out."""
+    dead = [peers.make(number, paths=paths) for number in (1, 2)]
+    stopped = peers.make(3, paths=paths)
+    client = peers.make(9, paths=paths, listen=False, sync_kv_timeout=30_000)
+    with_caches(*dead, stopped, client)
+    assert client.link(stopped) == OK
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        for peer in dead:
+            assert client.link(peer) == OK
+        stop(stopped.process)
+        try:
+            stuck = [
+                client.begin("link", 8, hole.getsockname(), timeout=30_000),
+                client.begin("unlink", 3, stopped.address, timeout=30_000),
+            ]
+            for peer in dead:
+                again = restarted(peers, peer, paths=paths)
+                assert client.call(pull_until_unlinked, peer.cluster_id) == NOT_LINKED
+                assert client.link(again) == OK
+                client.call(pull_one, peer.cluster_id)
+                again.call(pull_one, 9)
+            assert not any(future.done() for future in stuck)
+        finally:
+            go_on(stopped.process)
+        assert stuck[1].result(TIMEOUT_S) == OK
+    assert stuck[0].result(TIMEOUT_S) == LLMStatusCode.LLM_LINK_FAILED
+
+
+def test_one_call_links_all_that_can_be_linked(peers: Peers) -> None:
+    """A black hole among them costs its own status alone."""
+    good = [peers.make(number) for number in (1, 2)]
+    client = peers.make(9, listen=False)
+    with_caches(*good, client)
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        where = {1: good[0].address, 8: hole.getsockname(), 2: good[1].address}
+        linking = client.begin(link_several, where)
+        for number in (1, 2):  # before the call has returned
+            while expect_linked(client, number) is not None:
+                assert not linking.done()
+        assert linking.result(TIMEOUT_S)[1] == [OK, LLMStatusCode.LLM_TIMEOUT, OK]
+
+
+def expect_linked(client: Peer, cluster_id: int) -> LLMStatusCode | None:
+    """Pull once: None, or the status."""
+    try:
+        client.call(pull_one, cluster_id)
+    except LLMException as error:
+        return error.status_code
+    return None
+
+
+def test_failures_are_not_held_against_anybody(peers: Peers) -> None:
+    """However often it was in vain, the next attempt is made, and made at once."""
+    client = peers.make(9, listen=False)
+    with_caches(client)
+    port = free_port()
+    for _ in range(10):
+        assert client.call("link", 1, ("127.0.0.1", port)) == LLMStatusCode.LLM_LINK_FAILED
+    server = peers.make(1, listen_ip_info=f"127.0.0.1:{port}")
+    with_caches(server)
+    assert client.link(server) == OK
+    client.call(pull_one, 1)
+
+
+def test_two_threads_pull_while_the_owner_comes_and_goes(peers: Peers) -> None:
+    """Same cluster id and port, other process and memory, five times: errors only in between, and never old bytes."""
+    server, client = peers.make(1), peers.make(9, listen=False)
+    with_caches(server, client)
+    assert client.link(server) == OK
+    for _ in range(5):
+        pulling = [client.begin(pull_until_unlinked, 1) for _ in range(2)]
+        server = restarted(peers, server)
+        assert [future.result(TIMEOUT_S) for future in pulling] == [NOT_LINKED] * 2
+        assert client.link(server) == OK
+        client.call(pull_one, 1)
+        server.call(pull_one, 9)
+
+
+def test_a_member_of_a_group_comes_late(peers: Peers) -> None:
+    """``link`` tries again and again, at growing intervals, until the other one is there."""
+    first = peers.make(20, listen=False, link_total_time=60)
+    devices = [{"device_ip": "127.0.0.1", "device_port": str(free_port())} for _ in range(2)]
+    ranks = {20: 0, 21: 1}
+    late = peers.make(21, listen=False, link_total_time=60)
+    with_caches(first, late)
+    dialling = late.begin(link_by_table, "group", ranks, table(devices))
+    expect(NOT_LINKED, lambda: late.call(pull_one, 20))
+    assert first.call(link_by_table, "group", ranks, table(devices)) == GROUP_OK
+    assert dialling.result(TIMEOUT_S) == GROUP_OK
+    late.call(pull_one, 20)
+    assert link_all([first, late], table(devices), "again") == [GROUP_OK] * 2

@@ -147,10 +147,7 @@ class Soak:
         if plan.event is Event.KILL:
             self._processes[victim.process] = SoakProcess(victim.process)
             self._start(victim.process, plan.seed)
-            for group in self._groups:
-                for place in group:
-                    if place.process == victim.process:
-                        self._link(place, [peer for peer in group if peer != place])
+            self._link_again(victim.process)
         elif plan.event is Event.UNLINK:
             self._link(victim, [plan.other])  # the other one may not even know yet that it is not linked any more
         elif plan.event is Event.SWITCH:
@@ -160,6 +157,14 @@ class Soak:
             self._ready[victim] = process.ask(SwitchRole(victim), Ready)
             for peer in peers:
                 self._link(peer, [victim])
+
+    def _link_again(self, process: int) -> None:
+        """Link all places of a process that is new to all others."""
+        for group in self._groups:
+            for at, place in enumerate(group):
+                if place.process == process:
+                    earlier = group[:at]
+                    self._link(place, [peer for peer in group if peer.process != process or peer in earlier])
 
     def _outcome(self, transfer: Transfer, future: Future[Answer], plan: Round) -> bool:
         """Whether a transfer succeeded.

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ _THREADS: Final = 16
 
 def serve(parent: Connection) -> None:
     """Carry out orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.CRITICAL)  # what goes wrong on purpose is no news; what should not is told by the parent

@@ -31,6 +31,7 @@ class Liar:
         self.offer = messages.Offer(
             probe_region=self.table.probe_region, nonce=self.table.nonce, table_fd=self.table.fd, paths=list(paths)
         )
+        self.remote_accessible = True
         self.sock: socket.socket | None = None
         self._decoder = framing.FrameDecoder(framing.MAX_CONTROL_FRAME)
         self._heard: list[messages.Envelope] = []
@@ -50,6 +51,11 @@ class Liar:
         """Change facts of the offer."""
         self.offer = msgspec.structs.replace(self.offer, **facts)
         return self
+
+    def forget(self) -> None:
+        """Begin another connection as if there had been none."""
+        self._decoder = framing.FrameDecoder(framing.MAX_CONTROL_FRAME)
+        self._heard.clear()
 
     def connect(self, address: tuple[str, int]) -> None:
         """Open the control connection."""
@@ -93,7 +99,7 @@ class Liar:
         return messages.Hello(
             versions=(messages.VERSION_MIN, messages.VERSION_MAX),
             identity=self.identity,
-            remote_accessible=True,
+            remote_accessible=self.remote_accessible,
             timeout_ms=timeout_ms,
             offer=self.offer,
         )

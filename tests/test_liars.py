@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ import pytest
 from expect import expect
 from liar_kit import Liar
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist.engine import service
 from llm_datadist.wire import messages
 from net_helpers import WAIT_S, ended
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer
+from test_faults import WORKERS, settled
 from test_links import explain, pull_one, with_caches
 
 if TYPE_CHECKING:
@@ -310,3 +313,78 @@ def test_a_listener_that_stops_half_way(peers: Peers, liar: Liar) -> None:
     liar.close()
     assert client.call(linked) == []
     assert client.call(descriptors) <= before
+
+
+# ---------------------------------------------------------------- many lives, and what they leave behind
+
+
+def meet(liar: Liar, address: tuple[str, int], number: int) -> None:
+    """Link as another cluster, and go without a word."""
+    liar.pretend(cluster_id=1000 + number, incarnation=number.to_bytes(16, "little"))
+    assert isinstance(liar.link(address), messages.Ok)
+    assert liar.sock is not None
+    liar.sock.close()
+    liar.forget()
+
+
+def test_2000_peers_that_come_and_go_leave_nothing_behind(pair: tuple[Peer, Peer], liar: Liar) -> None:
+    """Each with a cluster id of its own. Why the last thousand went is remembered, no more."""
+    server = pair[0]
+    for number in range(1200):
+        meet(liar, address_of(server), number)
+    before = settled(server, lambda _values: True)
+    for number in range(1200, 2000):
+        meet(liar, address_of(server), number)
+    after = settled(server, lambda values: values[0] <= before[0])
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + WORKERS
+    assert after[2] <= before[2] + 1024
+    assert server.call(linked) == [2]
+    undisturbed(pair)
+
+
+def unregister_source(node: Node) -> str:
+    """In the child: why it cannot be taken back, if it cannot."""
+    try:
+        node.manager.unregister_cache(node.caches["src"].cache_id)
+    except LLMException as error:
+        assert error.status_code == LLMStatusCode.LLM_LINK_BUSY
+        return str(error)
+    return ""
+
+
+def hold_source(liar: Liar, server: Peer, timeout_ms: int) -> int:
+    """Look the source cache up, as a pull begins, and never say that it has ended; the hold."""
+    assert isinstance(liar.link(address_of(server)), messages.Ok)
+    liar.say(messages.Lookup(key=messages.KeyRef(cache_id=1), timeout_ms=timeout_ms), 3)
+    found = liar.reply(3)
+    assert isinstance(found, messages.Found)
+    return found.hold
+
+
+def no_grace(_node: Node) -> None:
+    """In the child: holds end with their time."""
+    service._HOLD_GRACE_S = 0.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("how", ["it goes", "its time is over"])
+def test_caches_that_a_peer_holds_are_free_when(peers: Peers, liar: Liar, how: str) -> None:
+    """A puller that looked a cache up and then vanished, or was never heard of again, does not keep it for ever."""
+    server = peers.make(1, enable_remote_cache_accessible=False, sync_kv_timeout=100)
+    server.call("register_contiguous", "src", 2, 4, 512, seed=1)
+    server.call(no_grace)
+    liar.remote_accessible = False
+    hold = hold_source(liar, server, 600_000 if how == "it goes" else 3000)
+    assert "held for peers" in server.call(unregister_source)
+    if how == "it goes":
+        liar.close()
+    end = time.monotonic() + TIMEOUT_S
+    while "held for peers" in (why := server.call(unregister_source)):
+        assert time.monotonic() < end
+    # A peer on this host that does not say that its copies have ended is another matter.
+    assert why == "" if how == "it goes" else "transfers of cluster 66" in why
+    if how == "its time is over":
+        liar.say(messages.Finish(hold=hold, success=True), 4)
+        answer = liar.reply(4)
+        assert isinstance(answer, messages.Refuse)
+        assert "held too long" in answer.reason

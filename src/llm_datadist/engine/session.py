@@ -147,6 +147,8 @@ class Session:
             self._core.data_server.give_up(link.token, None, done)
 
         def done() -> None:
+            # Before the peer goes on: whoever hears from it that they are unlinked may link it again at once.
+            self._core.table.remove(link, None)
             if request_id:
                 self.channel.reply(Ok(), request_id)
             self._core.ender.drop(link, "the peer unlinked")

@@ -108,6 +108,13 @@ class Soak:
             SoakError: something went wrong that should not.
         """
         plan = self._schedule.next()
+        try:
+            self._round(plan)
+        except SoakError as error:
+            message = f"round {plan.number} ({plan.event.value}): {error}"
+            raise SoakError(message) from error
+
+    def _round(self, plan: Round) -> None:
         before = dict(self._ready)
         running = [(transfer, self._begin(transfer)) for transfer in plan.transfers]
         time.sleep(plan.delay_s)
@@ -117,7 +124,7 @@ class Soak:
         verified = [self._verify(transfer, before, plan, complete=complete) for transfer, complete in outcomes]
         for (transfer, future), (_, complete) in zip(verified, outcomes, strict=True):
             if future is not None:
-                self._judge(transfer, expected(future, Verified, str(transfer)), plan)
+                self._judge(transfer, expected(future, Verified, str(transfer)))
                 self.tally.verified[transfer.operation] += complete
         self.tally.events[plan.event] += 1
         self.tally.rounds += 1
@@ -177,7 +184,7 @@ class Soak:
         except GoneError:
             answer = Refused("LLM_NOT_YET_LINK", "the process that made the call has ended")
         except concurrent.futures.TimeoutError as error:
-            message = f"round {plan.number}: no end within {PATIENCE_S:g} s: {transfer}"
+            message = f"no end within {PATIENCE_S:g} s: {transfer}"
             raise SoakError(message) from error
         if isinstance(answer, Moved):
             self.tally.calls[transfer.operation] += answer.times
@@ -187,7 +194,7 @@ class Soak:
         if isinstance(answer, Refused) and answer.status in self._excuses(transfer, plan):
             self.tally.interrupted[transfer.operation] += 1
             return False
-        message = f"round {plan.number} ({plan.event.value}): {transfer.operation.value} failed: {answer}"
+        message = f"{transfer.operation.value} of {transfer.actor} failed: {answer}"
         raise SoakError(message)
 
     def _excuses(self, transfer: Transfer, plan: Round) -> frozenset[str]:
@@ -209,11 +216,11 @@ class Soak:
         order = Verify(transfer, tuple(sorted(seeds)), complete)
         return transfer, self._processes[transfer.target.process].begin(order)
 
-    def _judge(self, transfer: Transfer, verified: Verified, plan: Round) -> None:
+    def _judge(self, transfer: Transfer, verified: Verified) -> None:
         self.tally.compared += verified.compared
         if verified.problems:
             what = f"{transfer.operation.value} over {transfer.source.lane.value}"
-            message = f"round {plan.number} ({plan.event.value}): {what}: {'; '.join(verified.problems)}"
+            message = f"{what}: {'; '.join(verified.problems)}"
             raise SoakError(message)
 
     def finish(self) -> None:

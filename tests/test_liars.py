@@ -348,7 +348,6 @@ def unregister_source(node: Node) -> str:
     try:
         node.manager.unregister_cache(node.caches["src"].cache_id)
     except LLMException as error:
-        assert error.status_code == LLMStatusCode.LLM_LINK_BUSY
         return str(error)
     return ""
 

@@ -207,6 +207,25 @@ def test_a_writer_that_is_finalized_while_it_writes(peers: Peers) -> None:
     assert owner.call(untouched)
 
 
+def test_a_writer_that_unlinks_by_force_while_it_writes(peers: Peers) -> None:
+    """It says goodbye although a write of its own is stuck: the owner waits for the end of the connection."""
+    owner, writer = peers.make(1, sync_kv_timeout=100), peers.make(2, listen=False)
+    owner.call(big_cache, "mine", 0)
+    writer.call(big_cache, "mine", None)
+    assert writer.link(owner) == OK
+    writer.call(hold_writes)
+    pushing = writer.begin(push_all, 1)
+    assert writer.call(wait_entered)
+    assert writer.call("unlink", 1, force=True, timeout=100) == OK
+    until(lambda: not owner.call(is_linked, 2))
+    assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
+    writer.call(release_writes)
+    with pytest.raises(LLMException):
+        pushing.result(TIMEOUT_S)
+    until(lambda: owner.call(unregister_mine) == OK)
+    assert owner.call(untouched)
+
+
 # ---------------------------------------------------------------- the counting, by hand
 
 

@@ -233,3 +233,22 @@ def test_64_pulls_at_once_all_end(peers: Peers, paths: str) -> None:
     assert client.link(server) == OK
     for future in [client.begin(pull_one, 1) for _ in range(64)]:
         future.result(TIMEOUT_S)
+
+
+def drop_slowly(node: Node) -> None:
+    """In the child: all that follows a goodbye takes a while."""
+    ender = node.datadist._engine._core.ender
+    real = ender.drop
+    ender.drop = lambda link, reason: (time.sleep(0.5), real(link, reason))
+
+
+def test_who_was_unlinked_may_link_again_at_once(peers: Peers) -> None:
+    """When ``unlink_clusters`` has returned on one side, the other one is not linked any more either."""
+    one, other = peers.make(1), peers.make(2)
+    with_caches(one, other)
+    assert one.link(other) == OK
+    other.call(drop_slowly)
+    assert one.call("unlink", 2, other.address) == OK
+    assert other.link(one) == OK
+    other.call(pull_one, 1)
+    one.call(pull_one, 2)

@@ -370,10 +370,8 @@ class LinkEnder:
         """
         was_linked = link.state is LinkState.LINKED
         with self._lock:
-            waits = (was_linked or link in self._fading) and not link.channel.over and self._reached_by(link)
-            if waits:
-                self._fading.add(link)
-        if not waits:
+            waits = was_linked or link in self._fading
+        if not (waits and self._await_peer(link)):
             self.faded(link)
         self._table.remove(link, None if link.peer_said_bye else reason)
         link.advance(LinkState.CLOSING)
@@ -393,6 +391,19 @@ class LinkEnder:
         for link in self.fading():
             self.give_up(link, "finalized")
             link.channel.abandon()
+
+    def _await_peer(self, link: Link) -> bool:
+        """Keep its connection until the peer closes it, if the peer may copy until then; whether that is so."""
+        if link.channel.over or not self._reached_by(link):
+            return False
+        with self._lock:
+            self._fading.add(link)
+        return True
+
+    def leave(self, link: Link, reason: str) -> None:
+        """The peer has ended it. Does not block. By force it does so even if a copy of its own is stuck."""
+        self._await_peer(link)
+        self.drop(link, reason)
 
     def drop(self, link: Link, reason: str) -> None:
         """End it at once on this side. Does not block."""

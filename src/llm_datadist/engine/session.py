@@ -151,7 +151,7 @@ class Session:
             self._core.table.remove(link, None)
             if request_id:
                 self.channel.reply(Ok(), request_id)
-            self._core.ender.drop(link, "the peer unlinked")
+            self._core.ender.leave(link, "the peer unlinked")
 
         link.when_idle(idle)
 

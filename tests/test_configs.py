@@ -135,6 +135,8 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("verify_transfers", True, {"llm.VerifyTransfers": "1"}),
     ("verify_transfers", False, {"llm.VerifyTransfers": "0"}),
     ("verify_transfers", None, {}),
+    ("heartbeat_interval_ms", 0, {"llm.HeartbeatIntervalMs": "0"}),
+    ("heartbeat_timeout_ms", 2**31 - 1, {"llm.HeartbeatTimeoutMs": "2147483647"}),
 ]
 
 

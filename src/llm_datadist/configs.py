@@ -424,6 +424,19 @@ class LlmConfig:
         "Whether peers on other hosts are linked without secret and without TLS. "
         "None: as LLM_DATADIST_ALLOW_INSECURE_REMOTE says, else False.",
     )
+    heartbeat_interval_ms: _Option[int] = _Option(
+        "llm.HeartbeatIntervalMs",
+        _number_in(0, utils.INT32_MAX, int),
+        10_000,
+        "Milliseconds of silence after which a linked peer is asked for a sign of life; 0: never.",
+    )
+    heartbeat_timeout_ms: _Option[int] = _Option(
+        "llm.HeartbeatTimeoutMs",
+        _number_in(1, utils.INT32_MAX, int),
+        60_000,
+        "Milliseconds without that sign of life after which the link is given up. A background thread of the peer "
+        "answers, so a busy interpreter does not matter, but one that an extension holds for so long does.",
+    )
 
     def __init__(self) -> None:
         self.stored: dict[str, Any] = {}

@@ -264,11 +264,14 @@ class LLMOutOfMemoryError(LLMException, MemoryError):
 
 
 class LLMLinkBusyError(LLMException):
-    """`unregister_cache` and its kind: transfers still use the memory."""
+    """`unregister_cache` and its kind: transfers still use the memory.
+
+    Or a peer on this host that was given up has not confirmed that it stopped.
+    """
 
     default_code = LLMStatusCode.LLM_LINK_BUSY
     recoverable = "yes"
-    remedy = "keep the memory mapped, call again"
+    remedy = "keep the memory mapped, call again; end the process that the text or the log names"
 
 
 class LLMFailedError(LLMException):

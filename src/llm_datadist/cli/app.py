@@ -14,6 +14,7 @@ from llm_datadist.cli.bench.workload import FULL, QUICK, Kind, Workload, parse_b
 from llm_datadist.cli.demo import run
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.plan import PathName, Plan
+from llm_datadist.cli.soak import command as soak_command
 from llm_datadist.native.build import main as native_main
 
 if TYPE_CHECKING:
@@ -93,6 +94,20 @@ def bench(  # noqa: PLR0913 - one argument an option
     )
     outputs = bench_command.Outputs(json, report)
     raise typer.Exit(_interruptible("bench", lambda: bench_command.run(workload, outputs)))
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long; a round under way is finished.")] = 20.0,
+    processes: Annotated[int, typer.Option(min=2, max=16, help="The first one is never killed.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of operations, block tables, contents and disturbances.")] = 1,
+) -> None:
+    """Let processes make every kind of transfer over every path, kill, stop and restart them, and verify every byte.
+
+    Ends with tables. Exit code 0: all bytes right, every failure has its reason, and the first process uses no more
+    descriptors, threads and memory than before; 1: not so; 2: wrong usage; 130: interrupted.
+    """
+    raise typer.Exit(_interruptible("soak", lambda: soak_command.run(minutes * 60, processes, seed)))
 
 
 @app.command(name="cpp-config")

@@ -18,6 +18,7 @@ from llm_datadist.net.loop import Loop
 from llm_datadist.net.waiting import WaitingRoom, share_of_descriptors
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths import inprocess
+from llm_datadist.paths.ladder import one_sided
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.tcp_server import DataServer
 from llm_datadist.utils import limits, log
@@ -110,7 +111,7 @@ class Core:
         )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
-        self.ender = LinkEnder(self.table, self.loop, self._link_ended)
+        self.ender = LinkEnder(self.table, self.loop, self._link_ended, self.reached_by)
         inprocess.publish(self.identity.incarnation, self.regions)
 
     def _share(self, pools: Sequence[Area]) -> HandoverServer | None:
@@ -122,6 +123,10 @@ class Core:
         except OSError as error:
             log.warn("peers cannot map the memory pools of this process: %s", limits.with_hint(error))
             return None
+
+    def reached_by(self, link: Link) -> bool:
+        """Whether a peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
+        return one_sided(link.peer, self.identity, self.options.paths)
 
     def _knows(self, request: bytes) -> bool:
         """Whether this is the hand-over request of a link, in whatever state."""
@@ -143,6 +148,7 @@ class Core:
     def close(self) -> None:
         """Stop the threads and give the region table back; links must have ended."""
         inprocess.withdraw(self.identity.incarnation)
+        self.ender.close()
         if self.handover is not None:
             self.handover.close()
         self.data_server.close()

@@ -59,10 +59,14 @@ class LinkReport:
     """Name of the path in use; memory that it does not reach takes another one, which ``attempts`` tells."""
     attempts: tuple[Attempt, ...]
     """What became of every path, those in use first."""
+    stalled: str | None = None
+    """Since when the peer has given no sign of life, if it has been asked for one in vain."""
 
     def __str__(self) -> str:
         who = f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid})"
         lines = [f"{who}: {self.state.name.lower()}, path {self.path or 'none'}"]
+        if self.stalled:
+            lines[0] += f"; {self.stalled}"
         for attempt in self.attempts:
             mark = "*" if attempt.chosen else "-"
             lines.append(f"  {mark} {attempt}")
@@ -202,6 +206,8 @@ class Link(PeerLink):
         self.made_for_comm = False
         """Whether it ends with the last rank-table link that uses it."""
         self.peer_said_bye = False
+        self.stalled: str | None = None
+        """See ``LinkReport.stalled``."""
         self.data_numbers = itertools.count(1)
         """Numbers for the data connections that this side opens."""
         self._arrivals: queue.SimpleQueue[tuple[int, socket.socket] | None] = queue.SimpleQueue()
@@ -340,10 +346,10 @@ class Link(PeerLink):
         """See ``PeerLink.request``."""
         return self.channel.request(body, deadline)
 
-    def notify(self, body: Body) -> None:
-        """See ``PeerLink.notify``."""
+    def notify(self, body: Body, *, answered: bool = False) -> None:
+        """See ``PeerLink.notify``; ``answered`` as for ``Channel.send``."""
         with contextlib.suppress(ChannelClosedError, ProtocolError):
-            self.channel.send(body)
+            self.channel.send(body, answered=answered)
 
     def abort_transfers(self) -> None:
         """Make running transfers fail soon."""
@@ -366,4 +372,5 @@ class Link(PeerLink):
             state=self._state,
             path=path.name if path else None,
             attempts=route.attempts() if route else (),
+            stalled=self.stalled,
         )

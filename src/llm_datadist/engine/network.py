@@ -15,7 +15,6 @@ from llm_datadist.engine.listeners import Listeners
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.net.ports import why_not
-from llm_datadist.paths.ladder import one_sided
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -225,7 +224,7 @@ class NetworkLinks(Links):
         core = self._core
 
         def quiet(link: Link) -> bool:
-            if not one_sided(link.peer, core.identity, core.options.paths):
+            if not core.reached_by(link):
                 return True  # its requests are served by us and held by leases
             try:
                 link.request(messages.Drain(), deadline)
@@ -236,7 +235,7 @@ class NetworkLinks(Links):
             return True
 
         busy = self._on_each(quiet)
-        gone = [link for link in core.ender.fading() if not link.channel.wait_closed(deadline)]
+        gone = [link for link in core.ender.fading() if not link.channel.wait_over(deadline)]
         return [*busy, *(link.cluster_id for link in gone)]
 
     def _on_each(self, work: Callable[[Link], bool]) -> list[int]:
@@ -270,6 +269,6 @@ class NetworkLinks(Links):
             core.regions.stop()
             self._on_each(end)
         for link in core.table.all():
-            core.ender.drop(link, "finalized")
+            core.ender.give_up(link, "finalized")
         for session in list(core.sessions):
             session.channel.close("finalized")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_ADDRS: Final = 240
 DEFAULT_SYNC_TIMEOUT_MS: Final = 1000
 DEFAULT_LINK_TIME_S: Final = 120
+DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 10_000
+DEFAULT_HEARTBEAT_TIMEOUT_MS: Final = 60_000
 _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
@@ -70,6 +72,10 @@ class EngineOptions:
     """Certificates; None is no TLS."""
     allow_insecure_remote: bool = False
     """Whether peers on other hosts are linked without a secret and without TLS."""
+    heartbeat_interval_ms: int = DEFAULT_HEARTBEAT_INTERVAL_MS
+    """After so long a silence a peer is asked for a sign of life; 0: never."""
+    heartbeat_timeout_ms: int = DEFAULT_HEARTBEAT_TIMEOUT_MS
+    """The link of a peer that gives none for so long is given up."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -120,6 +126,12 @@ class EngineOptions:
                 "LLM_DATADIST_ALLOW_INSECURE_REMOTE",
                 environment.allow_insecure_remote(),
                 default="0",
+            ),
+            heartbeat_interval_ms=reader.number(
+                "llm.HeartbeatIntervalMs", 0, _INT32_MAX, default=DEFAULT_HEARTBEAT_INTERVAL_MS
+            ),
+            heartbeat_timeout_ms=reader.number(
+                "llm.HeartbeatTimeoutMs", 1, _INT32_MAX, default=DEFAULT_HEARTBEAT_TIMEOUT_MS
             ),
         )
         if strict:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist.engine.admission import NotAdmittedError
 from llm_datadist.engine.link import LinkState
+from llm_datadist.engine.liveness import Watch
 from llm_datadist.engine.service import Holds, refuse
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
@@ -54,9 +55,12 @@ class Session:
         self.newcomer = newcomer
         self._heard = False
         """Whether it has introduced itself."""
+        self._introduced = False
+        self._watch: Watch | None = None
         core.sessions.add(self)
         channel.on_message = self._message
         channel.on_close = self._closed
+        channel.on_over = self._over
 
     def expect_hello(self) -> None:
         """Close the connection if its peer does not introduce itself soon."""
@@ -64,8 +68,18 @@ class Session:
 
     def introduce(self, link: Link) -> None:
         """The peer is known now."""
+        self.channel.hold()  # its end will mean that our transfers over the link have ended
         self.link = link
         self.channel.trust()
+        options = self._core.options
+        self._watch = Watch(
+            link,
+            self._core.loop,
+            self._core.identity,
+            options.heartbeat_interval_ms / 1000,
+            options.heartbeat_timeout_ms / 1000,
+        )
+        self._watch.start()
 
     def give_up(self, reason: str) -> None:
         """The handshake has failed on this side: leave nothing behind."""
@@ -157,9 +171,11 @@ class Session:
             self._core.data_server.give_up(link.token, None, done)
 
         def done() -> None:
+            # Before the peer goes on: whoever hears from it that they are unlinked may link it again at once.
+            self._core.table.remove(link, None)
             if request_id:
                 self.channel.reply(Ok(), request_id)
-            self._core.ender.drop(link, "the peer unlinked")
+            self._core.ender.leave(link, "the peer unlinked")
 
         link.when_idle(idle)
 
@@ -167,5 +183,13 @@ class Session:
         self._core.newcomers.leave(self)
         self._core.sessions.discard(self)
         self._core.service.drop(self._holds)
+        if self._watch is not None:
+            self._watch.stop()
         if self.link is not None:
             self._core.ender.lose(self.link, reason)
+
+    def _over(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self.link is not None:
+            self._core.ender.faded(self.link)

@@ -38,6 +38,8 @@ _PASSED_ON: Final = (
     "llm.TlsKey",
     "llm.TlsCa",
     "llm.AllowInsecureRemote",
+    "llm.HeartbeatIntervalMs",
+    "llm.HeartbeatTimeoutMs",
     "llm.RdmaTrafficClass",
     "llm.RdmaServiceLevel",
     "llm.LinkTotalTime",

@@ -8,6 +8,7 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.net.loop import READ, WRITE, guarded
@@ -53,6 +54,10 @@ class Channel:
     ``on_message(channel, body, request_id)`` is called on the loop's thread for everything that is not a reply;
     ``request_id`` is 0 for messages that expect none. ``on_close(channel, reason)`` is called once, on the loop's
     thread.
+
+    Who must not let the peer see the end of the connection before some work has ended says ``hold``, and ``hang_up``
+    after that; so the end that one side sees means that the other side's work has ended. ``on_over`` is called once,
+    on the loop's thread, when this side has hung up and, if it waits for that, so has the peer.
     """
 
     def __init__(self, sock: socket.socket, loop: Loop) -> None:
@@ -67,7 +72,13 @@ class Channel:
         self._waiters: dict[int, _Waiter] = {}
         self._ids = itertools.count(1)
         self._close_reason: str | None = None
-        self._gone = threading.Event()
+        self._held = False
+        self._over = threading.Event()
+        self._lingering = False
+        self._left_loop = False
+        self.heard_at = time.monotonic()
+        """When anything last came from the peer."""
+        self.on_over: Callable[[], object] = lambda: None
         self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
         self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
         sock.settimeout(None)  # calls here say MSG_DONTWAIT themselves
@@ -89,9 +100,14 @@ class Channel:
         """Host of the other end, for people."""
         return peer_host(self._sock)
 
-    def wait_closed(self, deadline: Deadline) -> bool:
-        """Wait until the connection is gone; whether that happened in time."""
-        return self._gone.wait(deadline.remaining())
+    @property
+    def over(self) -> bool:
+        """Whether the peer has hung up, or nobody waits for it to do so."""
+        return self._over.is_set()
+
+    def wait_over(self, deadline: Deadline) -> bool:
+        """Wait until the peer has hung up; whether that happened in time."""
+        return self._over.wait(deadline.remaining())
 
     def start(self) -> None:
         """Begin to watch the connection; set the callbacks first."""
@@ -103,13 +119,17 @@ class Channel:
         """The peer has introduced itself: accept long frames."""
         self._decoder.limit = framing.MAX_CONTROL_FRAME
 
-    def send(self, body: Body, *, reply_to: int = 0) -> None:
-        """Send a message that expects no reply.
+    def hold(self) -> None:
+        """From now on the peer sees the end of the connection only after ``hang_up``."""
+        self._held = True
+
+    def send(self, body: Body, *, reply_to: int = 0, answered: bool = False) -> None:
+        """Send a message that expects no reply, or one that is ``answered`` but whose answer nobody reads.
 
         Raises:
             ChannelClosedError: the connection is gone.
         """
-        self._send(messages.Envelope(body=body, reply_to=reply_to))
+        self._send(messages.Envelope(body=body, id=next(self._ids) if answered else 0, reply_to=reply_to))
 
     def request(self, body: Body, deadline: Deadline) -> Body:
         """Send a request and wait for its reply.
@@ -150,11 +170,23 @@ class Channel:
             with contextlib.suppress(OSError):
                 if self._outbox:
                     self._sock.send(self._outbox, _SEND_FLAGS)
-                self._sock.shutdown(socket.SHUT_RDWR)
-        self._gone.set()
+                if not self._held:
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            held = self._held
         for waiter in waiters:
             waiter.event.set()
-        self._loop.call_soon(self._closed_on_loop)
+        self._loop.call_soon(functools.partial(self._closed_on_loop, held=held))
+
+    def hang_up(self, *, wait: bool) -> None:
+        """After ``close``: let the peer see the end; if told to ``wait``, go on until it has hung up, too."""
+        if not self._loop.call_soon(functools.partial(self._hang_up, wait=wait)):  # a last transfer outlives the engine
+            self._left_loop = True
+            self._hang_up(wait=False)
+
+    def abandon(self) -> None:
+        """After ``close``: wait for the peer no longer."""
+        self._over.set()
+        self._loop.call_soon(self._stop_lingering)
 
     def _send(self, envelope: messages.Envelope) -> None:
         data = framing.frame(messages.encode(envelope))
@@ -210,11 +242,14 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
+            self._over.set()
             self.close(f"connection lost: {error.strerror}")
             return
         if not data:
+            self._over.set()
             self.close("the peer closed the connection")
             return
+        self.heard_at = time.monotonic()
         self._understand(data)
 
     def _understand(self, data: bytes) -> None:
@@ -251,10 +286,44 @@ class Channel:
         elif not self.closed:
             self.on_message(self, envelope.body, envelope.id)
 
-    def _closed_on_loop(self) -> None:
+    def _closed_on_loop(self, *, held: bool) -> None:
         self._loop.unwatch(self._sock)
-        self._sock.close()
+        self._left_loop = True
+        if not held:
+            self._over.set()
+            self._sock.close()
         self.on_close(self, self._close_reason or "closed")
+
+    def _hang_up(self, *, wait: bool) -> None:
+        if not self._left_loop:  # another thread closes it at this very moment
+            self.hang_up(wait=wait)
+        elif self._sock.fileno() >= 0 and not self._lingering:
+            self._lingering = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+            if wait and not self.over:
+                self._loop.watch(self._sock, READ, lambda _events: self._linger())
+            else:
+                self._stop_lingering()
+
+    def _linger(self) -> None:
+        """Read what nobody needs any more, until the peer hangs up."""
+        try:
+            more = self._sock.recv(_READ_SIZE, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            more = b""
+        if not more:
+            self._stop_lingering()
+
+    def _stop_lingering(self) -> None:
+        if self._lingering:
+            self._lingering = False
+            self._loop.unwatch(self._sock)
+            self._sock.close()
+            self._over.set()
+            self.on_over()
 
 
 def _tune(sock: socket.socket) -> None:

@@ -13,17 +13,23 @@ import os
 import selectors
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 _LONGEST_S: Final = 3600.0  # the system call ends at about 2**31 ms
+
+
+class HasFileno(Protocol):
+    """A socket, or whatever else can be watched."""
+
+    def fileno(self) -> int:
+        """Its descriptor; -1 once it is closed."""
 
 
 class Timer:
@@ -53,7 +59,7 @@ class Loop:
         self._calls: list[Callable[[], object]] = []
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._closed = False
+        self._closed = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
@@ -67,12 +73,13 @@ class Loop:
         """Whether the caller runs on the loop's thread."""
         return threading.get_ident() == self._thread.ident
 
-    def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop's thread."""
+    def call_soon(self, callback: Callable[[], object]) -> bool:
+        """Run ``callback`` on the loop's thread; False if that has ended and never will."""
         with self._lock:
             self._calls.append(callback)
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
+            return not self._ended
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         """Run ``callback`` on the loop's thread after ``seconds``."""
@@ -83,14 +90,14 @@ class Loop:
                 os.eventfd_write(self._wake_fd, 1)
         return timer
 
-    def watch(self, sock: socket.socket, events: int, callback: Callable[[int], object]) -> None:
+    def watch(self, sock: HasFileno, events: int, callback: Callable[[int], object]) -> None:
         """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only."""
         if sock.fileno() in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
 
-    def unwatch(self, sock: socket.socket) -> None:
+    def unwatch(self, sock: HasFileno) -> None:
         """Stop watching; does nothing for a socket that is not watched. Loop thread only."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
@@ -110,6 +117,7 @@ class Loop:
             with self._lock:
                 calls, self._calls = self._calls, []
                 if self._closed and not calls:
+                    self._ended = True
                     break
                 timeout = self._timeout() if not calls else 0
             for call in calls:

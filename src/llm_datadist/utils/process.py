@@ -84,3 +84,41 @@ def status_of(pid: str) -> Status | None:
         return Status(uids, gids, permitted, effective, int(facts.get("Seccomp", "0")))
     except (OSError, KeyError, ValueError):
         return None
+
+
+class OtherProcess:
+    """Another process of this pid namespace, never mixed up with a later one of the same pid."""
+
+    def __init__(self, pid: int, started: int) -> None:
+        """Hold on to the process ``pid`` that was started at ``started``, see ``start_time``.
+
+        Raises:
+            OSError: there is no such process (any more), or it cannot be seen.
+        """
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        try:
+            if start_time(pid) != started:
+                message = f"process {pid} was started at another time"
+                raise ProcessLookupError(message)
+        except BaseException:
+            os.close(self._pidfd)
+            raise
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process ends; -1 after ``close``."""
+        return self._pidfd
+
+    def stopped(self) -> bool:
+        """Whether it is stopped, by SIGSTOP or a debugger."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        return stat[stat.rindex(")") + 2] in "Tt"
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -18,7 +18,7 @@ from llm_datadist.engine.session import Session
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutError
 from llm_datadist.net.listener import connect
-from llm_datadist.paths.base import Context, PathError, Peer
+from llm_datadist.paths.base import ConnectionLostError, Context, PathError, PathTimeoutError, Peer
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
@@ -140,8 +140,7 @@ class Handshaker:
         try:
             return number, connect(address, preamble(Kind.DATA) + greeting.encode(), deadline)
         except OSError as error:
-            message = f"cannot connect to {text(address)}: {error.strerror or error}"
-            raise PathError(message) from error
+            raise _not_opened(f"cannot connect to {text(address)}: {error.strerror or error}", deadline) from error
 
     def open_data(self, link: Link, count: int) -> messages.Body:
         """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
@@ -335,16 +334,19 @@ def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int,
     try:
         reply = link.request(messages.OpenData(count=count), deadline)
     except (ChannelClosedError, ReplyTimeoutError) as error:
-        message = f"the peer did not open data connections: {error}"
-        raise PathError(message) from error
+        raise _not_opened(f"the peer did not open data connections: {error}", deadline) from error
     reason = reply.reason if isinstance(reply, messages.Refuse) else "they did not arrive in time"
     taken = link.take_arrivals(count, deadline) if isinstance(reply, messages.Ok) else []
     if len(taken) < count:
         for _, sock in taken:
             sock.close()
-        message = f"the peer did not open data connections: {reason}"
-        raise PathError(message)
+        raise _not_opened(f"the peer did not open data connections: {reason}", deadline)
     return taken
+
+
+def _not_opened(reason: str, deadline: Deadline) -> PathError:
+    """The error for data connections that could not be opened: too late, or like one that breaks in use."""
+    return PathTimeoutError(reason) if deadline.expired() else ConnectionLostError(reason)
 
 
 def _fence(link: Link, numbers: list[int], deadline: Deadline) -> bool:

@@ -6,12 +6,14 @@ import abc
 import contextlib
 import itertools
 import os
+import secrets
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.workers import Workers
-from llm_datadist.paths.base import Context, PathError, Peer
+from llm_datadist.paths.base import Context, PathError, PathTimeoutError, Peer
 from llm_datadist.testing.owner import TOKEN, WAIT_S, Owner, OwnerProcess, identity
 from llm_datadist.utils.deadline import Deadline
 
@@ -66,7 +68,8 @@ class _TransportEnds(PathEnds):
         """See ``PathEnds``."""
         owner = self.owner.introduce([self._transport.name])
         peer = Peer(owner.identity, owner.offer)
-        return self._transport.connect(peer, self._context, Deadline.after(WAIT_S))
+        context = replace(self._context, token=TOKEN + secrets.token_bytes(8))
+        return self._transport.connect(peer, context, Deadline.after(WAIT_S))
 
     def register_here(self, address: int, size: int) -> None:
         """See ``PathEnds``."""
@@ -95,7 +98,7 @@ class _TransportEnds(PathEnds):
             for _, sock in opened:
                 sock.close()
             message = f"no data connection: {error}"
-            raise PathError(message) from error
+            raise (PathTimeoutError if deadline.expired() else PathError)(message) from error
         return opened
 
 

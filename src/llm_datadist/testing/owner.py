@@ -38,8 +38,8 @@ GUARD: Final = 192
 """Bytes around each region that belong to nobody, on both sides of it."""
 POISON: Final = 0xEE
 """What they hold."""
-TOKEN: Final = secrets.token_bytes(16)
-"""Stands for the secret of a link; a child gets that of its parent."""
+TOKEN: Final = secrets.token_bytes(8)
+"""First half of the secret of each link; a child gets that of its parent."""
 WAIT_S: Final = 30.0
 _ROOM: Final = 1 << 30
 _ALIGN: Final = 4096
@@ -107,7 +107,9 @@ class Owner:
         self._loop = Loop("conformance-owner")
         self._workers = Workers("conformance-serve", _THREADS)
         self._server = DataServer(self.table, self._loop, self._workers)
-        self._handover = HandoverServer([*self.table.areas, self._area], self._loop, lambda given: given == token)
+        self._handover = HandoverServer(
+            [*self.table.areas, self._area], self._loop, lambda given: given.startswith(token)
+        )
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._accepting = threading.Thread(target=self._accept, name="conformance-accept", daemon=True)
         self._accepting.start()
@@ -229,8 +231,9 @@ class OwnerProcess:
     def _call(self, kind: type[T], method: str, *args: object) -> T:
         with self._lock:
             ask, answers = _pipes(self._child)
-            ask.write(msgspec.json.encode(_Call(method, list(args))) + b"\n")
-            ask.flush()
+            with contextlib.suppress(BrokenPipeError):
+                ask.write(msgspec.json.encode(_Call(method, list(args))) + b"\n")
+                ask.flush()
             line = answers.readline()
         if not line:
             message = f"the owner's process has ended with {self._child.wait()} during {method}"
@@ -270,8 +273,11 @@ class OwnerProcess:
         return self._call(int, "invalidate")
 
     def fence(self, numbers: list[int]) -> bool:
-        """See ``Owner.fence``."""
-        return self._call(bool, "fence", numbers)
+        """See ``Owner.fence``; a process that has ended has stopped."""
+        try:
+            return self._call(bool, "fence", numbers)
+        except EOFError:
+            return True
 
     def stop(self) -> None:
         """Kill it."""

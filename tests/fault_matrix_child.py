@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
+import logging
 import mmap
 import re
 import threading
@@ -26,6 +28,8 @@ from llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from llm_datadist.memory import syscalls
+from llm_datadist.paths import one_sided
+from llm_datadist.utils import log
 from peers import GUARD, POISON, TIMEOUT_S, Node
 
 if TYPE_CHECKING:
@@ -33,13 +37,15 @@ if TYPE_CHECKING:
 
 TENSORS = 4
 BLOCKS = 16
-BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 32 << 10
 NAMED = 12
 """Blocks that an operation moves; the others are neighbours."""
 SOURCES, TARGETS = list(range(NAMED)), list(range(BLOCKS - 1, BLOCKS - 1 - NAMED, -1))
 ENTRY_BYTES = NAMED * BLOCK_BYTES
 BATCH = 2
 TOTAL = TENSORS * ENTRY_BYTES
+PART_BYTES = TOTAL // 8
+"""Of one system call."""
 OLD, MARK = 0x22, 0x33
 """What a destination holds before an operation, and what is put there when it has ended; no source byte is that."""
 MODELS = {"source blocks": 0, "target blocks": 1}
@@ -57,6 +63,8 @@ DESTINATIONS = {
     "transfer_cache_async": "target blocks",
 }
 OPERATIONS = tuple(DESTINATIONS)
+AT_PEER = DESTINATIONS | {"pull_blocks": "source blocks", "pull_cache": "source cache"}
+"""The cache of the peer that an operation names."""
 POOL_THREADS = re.compile(r"-(control|dial|end|serve|copy)-\d+$")
 SETTLE_S = 20.0
 
@@ -82,27 +90,33 @@ class _Ready(LayerSynchronizer):
         return True
 
 
-def setup(node: Node, address: Callable[[int], int] | None = None) -> dict[str, int]:
-    """All four caches, anew, in memory of their own (or at ``address(size)``); their ids."""
-    ids = {}
+def setup(node: Node) -> dict[str, int]:
+    """All four caches, in memory of their own; their ids."""
+    log.get_logger().setLevel(logging.CRITICAL)  # what fails here is meant to
+    one_sided._LEAST_PART = PART_BYTES
     for name, size in SIZES.items():
-        if name in node.caches:
-            node.unregister(name)
-        contiguous = name.endswith("cache")
-        shape = [BATCH, ENTRY_BYTES] if contiguous else [BLOCKS, BLOCK_BYTES]
-        desc = CacheDesc(TENSORS, shape, DataType.DT_UINT8)
-        if address is None and contiguous:
-            node.register_contiguous(name, TENSORS, *shape)
-        elif address is None:
-            node.register_blocks(name, TENSORS, *shape, model_id=MODELS[name])
+        node.arenas[name] = node.arena(TENSORS, size, None)
+    reset(node)
+    return register_as_before(node)
+
+
+def register_as_before(node: Node) -> dict[str, int]:
+    """All four caches, in the memory that they had; their ids."""
+    return register(node, {name: node.arenas[name].addrs for name in SIZES})
+
+
+def register(node: Node, addrs: dict[str, list[int]]) -> dict[str, int]:
+    """The four caches at these addresses, instead of those that there are; their ids."""
+    unregister_all(node)
+    key = node.datadist.cluster_id
+    for name, tensors in addrs.items():
+        if name in MODELS:
+            desc = CacheDesc(TENSORS, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8)
+            node.caches[name] = node.manager.register_blocks_cache(desc, tensors, BlocksCacheKey(key, MODELS[name]))
         else:
-            addrs = [address(size) for _ in range(TENSORS)]
-            key = BlocksCacheKey(node.datadist.cluster_id, MODELS.get(name, 0))
-            register = node.manager.register_cache if contiguous else node.manager.register_blocks_cache
-            node.caches[name] = register(desc, addrs, *([] if contiguous else [key]))
-            node.arenas[name] = node.arena(0, 0, None)
-        ids[name] = int(node.caches[name].cache_id)
-    return ids
+            desc = CacheDesc(TENSORS, [BATCH, ENTRY_BYTES], DataType.DT_UINT8)
+            node.caches[name] = node.manager.register_cache(desc, tensors)
+    return {name: int(node.caches[name].cache_id) for name in addrs}
 
 
 def reset(node: Node) -> None:
@@ -119,22 +133,17 @@ def source_bytes(tensor: int, size: int) -> np.ndarray:
     return np.random.default_rng(1000 * tensor + size % 997).integers(128, 256, size, dtype=np.uint8)
 
 
-def unmap(node: Node) -> None:
-    """Register caches whose memory goes away without anybody being told."""
-    gone: list[tuple[int, int]] = []
-
-    def address(size: int) -> int:
-        room = mmap.mmap(-1, size)
-        at = np.frombuffer(room, dtype=np.uint8).ctypes.data
-        node.extra.setdefault("rooms", []).append(room)
-        gone.append((at, size))
-        return at
-
-    setup(node, address)
-    libc = ctypes.CDLL(None, use_errno=True)
-    for at, size in gone:
-        # Nothing else may come to lie there: keep the addresses, but without any access.
-        assert libc.mprotect(ctypes.c_void_p(at), ctypes.c_size_t(size), 0) == 0
+def unmap(node: Node) -> dict[str, int]:
+    """Register caches whose memory is taken away without anybody being told; their ids."""
+    size = TENSORS * len(SIZES) * max(SIZES.values())
+    room = node.extra["room"] = mmap.mmap(-1, size)
+    at = np.frombuffer(room, dtype=np.uint8).ctypes.data
+    begins = itertools.count(at, max(SIZES.values()))
+    addrs = {name: [next(begins) for _ in range(TENSORS)] for name in SIZES}
+    ids = register(node, addrs)
+    # Nothing else may come to lie there, so the addresses are kept, but without any access.
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(size), 0) == 0
+    return ids
 
 
 def invalidate(node: Node) -> None:
@@ -280,11 +289,13 @@ def epoch(node: Node) -> int:
     return int(node.manager._engine._core.regions.epoch)
 
 
-def unregister_all(node: Node) -> str:
-    """Unregister the four caches, keeping their memory; the status."""
-    for name in SIZES:
+def unregister_all(node: Node, first: str = "source blocks") -> str:
+    """Unregister the four caches, keeping their memory; what went wrong."""
+    for name in sorted(SIZES, key=lambda name: name != first):
         try:
-            node.manager.unregister_cache(node.caches[name].cache_id)
+            if name in node.caches:
+                node.manager.unregister_cache(node.caches[name].cache_id)
+                del node.caches[name]
         except LLMException as error:
             return str(error)
     return ""

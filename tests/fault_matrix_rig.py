@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import fault_matrix_child as child
@@ -11,6 +12,8 @@ from peers import Peer, Process
 PATIENT_S = 20.0
 POOL = '{"memory_size": 50331648, "page_shift": 12}'
 CLIENT_ID, SERVER_ID = 1, 2
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["fault_matrix_child"])
 
 
 class Rig:
@@ -18,9 +21,10 @@ class Rig:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.client = Process()
-        self.server = self.client if path == "inprocess" else Process()
-        self._spare: Process | None = None
+        self.client = Process(context=_FORKS)
+        self.server = self.client if path == "inprocess" else Process(context=_FORKS)
+        self.warm: set[tuple[str, str]] = set()
+        """Names of nodes between which everything has been made that is made only once."""
         self._lives = 0
         self._peers: dict[tuple[int, bool], Peer] = {}
         self.ids: dict[bool, dict[str, int]] = {}
@@ -29,8 +33,7 @@ class Rig:
     def close(self) -> None:
         """End everything."""
         self.proxy.close()
-        for process in {self.client, self.server, self._spare} - {None}:
-            assert process is not None
+        for process in {self.client, self.server}:
             process.close()
 
     def here(self, *, message: bool) -> Peer:
@@ -70,7 +73,6 @@ class Rig:
 
     def kill_server(self) -> None:
         """Kill -9."""
-        self._spare = self._spare or Process()  # starts while the cell goes on
         self.server.kill()
         self.server.close()
 
@@ -78,7 +80,7 @@ class Rig:
         """Another process in the place of the one that was killed, with the same cluster id."""
         for key in [key for key in self._peers if key[0] == SERVER_ID]:
             del self._peers[key]
-        self.server, self._spare = self._spare or Process(), None
+        self.server = Process(context=_FORKS)
         return self._peer(SERVER_ID, message=message, port=port)
 
     def new_node(self, *, message: bool) -> Peer:

@@ -84,14 +84,15 @@ class Run:
     def _prepare(self) -> list[child.Level]:
         """A link that has worked, and what both sides have open."""
         for peer in (self.here, self.there):
-            peer.call(child.set_deadline, PATIENT_S)
             peer.call(child.reset)
-        self._link()
-        self._must("LLM_SUCCESS", self._call("push_blocks" if not self.message else "pull_blocks"))
-        self._unlink()
+        if (self.here.name, self.there.name) not in self.rig.warm:
+            self.rig.warm.add((self.here.name, self.there.name))
+            self._link()
+            for operation in ("pull_blocks", "pull_cache"):
+                self._must("LLM_SUCCESS", self._call(operation))
+            self._unlink()
+            self.here.call(child.reset)
         before = [peer.call(child.level) for peer in (self.here, self.there)]
-        for peer in (self.here, self.there):
-            peer.call(child.reset)
         if self.cell.phase is not Phase.LINK:
             self._link()
         return before
@@ -173,15 +174,13 @@ class Run:
         if name is None:
             return ""
         if operation.startswith("pull"):
-            said: str = self.here.call(child.last_verdict)
             self.marked = self.here
         elif self.gone or self.cell.fault == "memory not mapped":
             return "gone with its owner"
-        else:
-            said = self.there.call(child.verdict, name)
-            if outcome.quiescent:
-                self.there.call(child.mark, name)
-                self.marked = self.there
+        said = self._verdict(operation)
+        if self.marked is None and outcome.quiescent:
+            self.there.call(child.mark, name)
+            self.marked = self.there
         if said.startswith("WRONG"):
             raise CellError(said)
         if outcome.status == "LLM_SUCCESS" and said != "complete":
@@ -221,9 +220,11 @@ class Run:
             message = "the destination changed after the operation had ended"
             raise CellError(message)
         if operation in child.DESTINATIONS:
-            for peer in (self.here, self.there):
-                peer.call(child.reset)
             self._must("LLM_SUCCESS", self._call(operation))
+            said = self._verdict(operation)
+            if said != "complete":
+                message = f"after a success in the end the destination is {said}"
+                raise CellError(message)
         return recovery
 
     def _end(self, before: list[child.Level]) -> None:
@@ -238,6 +239,14 @@ class Run:
                 raise CellError(message)
 
     # Steps
+
+    def _verdict(self, operation: str) -> str:
+        """How the destination looked when a pull had ended, or looks after a push."""
+        if operation.startswith("pull"):
+            said: str = self.here.call(child.last_verdict)
+        else:
+            said = self.there.call(child.verdict, child.DESTINATIONS[operation])
+        return said
 
     def _call(self, operation: str) -> Outcome:
         outcome: Outcome = self.result(
@@ -362,7 +371,7 @@ def keep(run: Run) -> None:
 def unregister(run: Run) -> None:
     """The peer takes its caches back meanwhile."""
     now = run.there.call(child.epoch)
-    run.later.append(run.there.begin(child.unregister_all))
+    run.later.append(run.there.begin(child.unregister_all, child.AT_PEER[run.cell.operation]))
     if not run.message:  # else it is held until this very transfer has ended
         run.there.call(child.wait_epoch, now)
     run.hold.release()
@@ -401,8 +410,8 @@ def replace_node(run: Run) -> None:
 
 
 def register_again(run: Run) -> None:
-    """The caches as before."""
-    run.rig.ids[run.message] = run.there.call(child.setup)
+    """The caches as before, in the same memory."""
+    run.rig.ids[run.message] = run.there.call(child.register_as_before)
 
 
 class Action(NamedTuple):

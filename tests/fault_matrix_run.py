@@ -55,7 +55,7 @@ class Run:
         self.marked: Peer | None = None
         """The side whose destination must not change any more."""
         self.gone = False
-        """Whether the server's process was killed."""
+        """Whether the peer's memory has gone."""
         self.hold: Hold = Hold()
         self.running: Future[Outcome]
         self.later: list[Future[Any]] = []
@@ -378,7 +378,8 @@ def unregister(run: Run) -> None:
 
 
 def finalize(run: Run) -> None:
-    """The peer finalizes meanwhile."""
+    """The peer finalizes meanwhile; a pool ends with it."""
+    run.gone = run.rig.path == "mapped"
     run.later.append(run.there.begin(child.finalize))
     if run.cell.phase in (Phase.TRANSFER, Phase.UNLINK):
         run.here.call(child.wait_not_linked, run.there.cluster_id)

@@ -126,7 +126,8 @@ class Handshaker:
         try:
             return route.connect(deadline).name
         except PathError as error:
-            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
+            late = isinstance(error, PathTimeoutError)
+            raise LinkError(LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
 
     def _open_forward(
         self, link: Link, address: Address, count: int, deadline: Deadline

@@ -287,15 +287,14 @@ class _Lane:
                 self._due = live
                 here = [due for due in live if due.at <= self._passed]
                 following = min((due.at for due in live if due.at > self._passed), default=None)
-            size = len(data) if following is None else min(len(data), following - self._passed)
+                size = len(data) if following is None else min(len(data), following - self._passed)
+                self._passed += size  # before anybody can know that they have come
             piece, data = data[:size], data[size:]
             for due in here:
                 piece = due.apply(piece, self._connection)
             if piece:
                 self._sink.sendall(piece)
                 self._slow_down(len(piece))
-            with self._lock:
-                self._passed += size
 
     def _slow_down(self, size: int) -> None:
         rate = self._rate()

@@ -24,7 +24,7 @@ from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutEr
 from llm_datadist.net.dial import hear, send_first, tell
 from llm_datadist.net.security import TlsError, peer_host
 from llm_datadist.net.waiting import share_of_descriptors
-from llm_datadist.paths.base import Context, PathError, PathTimeoutError, Peer
+from llm_datadist.paths.base import ConnectionLostError, Context, PathError, PathTimeoutError, Peer
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
@@ -148,7 +148,9 @@ class Handshaker:
             return route.connect(deadline).name
         except PathError as error:
             hint = "see LLMConfig.paths on both sides, and what is said of each path"
-            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, str(error), hint=hint) from error
+            late = isinstance(error, PathTimeoutError)
+            code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_LINK_FAILED
+            raise LinkError(code, str(error), retryable=late, hint=hint) from error
 
     def _open_forward(
         self, link: Link, address: Address, count: int, deadline: Deadline
@@ -176,9 +178,7 @@ class Handshaker:
                 sock.close()
                 raise
         except (OSError, EOFError, TlsError, NotAdmittedError) as error:
-            message = f"cannot connect to {text(address)}: {limits.with_hint(error)}"
-            kind = PathTimeoutError if isinstance(error, TimeoutError) else PathError
-            raise kind(message) from error
+            raise _not_opened(f"cannot connect to {text(address)}: {limits.with_hint(error)}", deadline) from error
         return number, sock
 
     def open_data(self, link: Link, count: int) -> messages.Body:
@@ -402,16 +402,19 @@ def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int,
     try:
         reply = link.request(messages.OpenData(count=count), deadline)
     except (ChannelClosedError, ReplyTimeoutError) as error:
-        message = f"the peer did not open data connections: {error}"
-        raise PathError(message) from error
+        raise _not_opened(f"the peer did not open data connections: {error}", deadline) from error
     reason = reply.reason if isinstance(reply, messages.Refuse) else "they did not arrive in time"
     taken = link.take_arrivals(count, deadline) if isinstance(reply, messages.Ok) else []
     if len(taken) < count:
         for _, sock in taken:
             sock.close()
-        message = f"the peer did not open data connections: {reason}"
-        raise PathError(message)
+        raise _not_opened(f"the peer did not open data connections: {reason}", deadline)
     return taken
+
+
+def _not_opened(reason: str, deadline: Deadline) -> PathError:
+    """The error for data connections that could not be opened: too late, or like one that breaks in use."""
+    return PathTimeoutError(reason) if deadline.expired() else ConnectionLostError(reason)
 
 
 def _fence(link: Link, numbers: list[int], deadline: Deadline) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec import Meta
 from llm_datadist.engine.errors import invalid
 from llm_datadist.memory import digests
 from llm_datadist.net.security import TlsFiles
-from llm_datadist.paths.ladder import DEFAULT_ORDER
+from llm_datadist.paths import registry
 from llm_datadist.utils import environment
 from llm_datadist.utils.numbers import small_number
 from llm_datadist.utils.secret import Secret
@@ -59,7 +59,7 @@ class EngineOptions:
     device_pool: PoolOptions | None = None
     host_pool: PoolOptions | None = None
     max_registered_addrs: int = DEFAULT_MAX_ADDRS
-    paths: tuple[str, ...] = DEFAULT_ORDER
+    paths: tuple[str, ...] = field(default_factory=registry.names)
     huge_pages: bool = True
     """Whether the kernel is asked for huge pages under the memory of caches."""
     strict_constraints: bool = False
@@ -226,9 +226,9 @@ def _paths(reader: _Reader) -> tuple[str, ...]:
         key, text = "LLM_DATADIST_PATHS", environment.paths() or "auto"
     names = tuple(name.strip() for name in text.split(","))
     if names == ("auto",):
-        return DEFAULT_ORDER
-    if not set(names) <= set(DEFAULT_ORDER) or len(set(names)) != len(names):
-        raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(DEFAULT_ORDER)}')
+        return registry.names()
+    if not set(names) <= set(registry.names()) or len(set(names)) != len(names):
+        raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(registry.names())}')
     return names
 
 

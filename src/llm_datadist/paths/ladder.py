@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llm_datadist.layout.spans import Spans
 from llm_datadist.memory.regions import RegionError
+from llm_datadist.paths import registry
 from llm_datadist.paths.base import (
     Path,
     PathDeniedError,
@@ -18,32 +19,22 @@ from llm_datadist.paths.base import (
     PathTimeoutError,
     PeerGoneError,
 )
-from llm_datadist.paths.inprocess import InProcess
-from llm_datadist.paths.mapped import Mapped
-from llm_datadist.paths.process_vm import ProcessVm
 from llm_datadist.paths.tcp import Tcp
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.paths.base import Context, Peer, Transport
+    from llm_datadist.paths.base import Context, Peer
     from llm_datadist.utils.deadline import Deadline
     from llm_datadist.wire.messages import Identity
-
-TRANSPORTS: Final[dict[str, Transport]] = {
-    transport.name: transport for transport in (InProcess(), ProcessVm(), Mapped(), Tcp())
-}
-"""All known transports, best first."""
-DEFAULT_ORDER: Final = tuple(TRANSPORTS)
 
 
 def one_sided(peer: Peer, ours: Identity, permitted: Sequence[str]) -> bool:
     """Whether the peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
     same_host = bool(ours.boot_id) and peer.identity.boot_id == ours.boot_id
-    return same_host and any(
-        name in permitted and name in peer.offer.paths for name in (InProcess.name, ProcessVm.name, Mapped.name)
-    )
+    common = [name for name in permitted if name in peer.offer.paths and name != Tcp.name]
+    return any(same_host or name not in registry.BUILT_IN for name in common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,7 @@ class Route:
         self._lock = threading.Lock()
         self._attempts: list[Attempt] = [
             Attempt(name, chosen=False, reason="not permitted by this side's configuration")
-            for name in DEFAULT_ORDER
+            for name in registry.names()
             if name not in order
         ]
         self._paths: tuple[Path, ...] = ()
@@ -194,15 +185,29 @@ class Route:
         if name not in self._peer.offer.paths:
             message = "not permitted by the peer's configuration"
             raise PathRejectedError(message)
-        path = TRANSPORTS[name].connect(self._peer, self._context, deadline)
+        path = self._connected(name, deadline)
         try:
             probe(path, self._peer, deadline)
-        except (PathError, RegionError) as error:
+        except Exception as error:
             path.close()
+            if name in registry.BUILT_IN and not isinstance(error, (PathError, RegionError)):
+                raise  # of others' paths we cannot know what they raise
             hint = error.hint if isinstance(error, (PathRejectedError, PathDeniedError)) else None
             message = f"the probe failed: {error}"
             raise PathRejectedError(message, hint) from error
         return path
+
+    def _connected(self, name: str, deadline: Deadline) -> Path:
+        transport = registry.get(name)
+        try:
+            return transport.connect(self._peer, self._context, deadline)
+        except PathRejectedError:
+            raise
+        except Exception as error:
+            if name in registry.BUILT_IN:
+                raise
+            message = f"it cannot connect: {type(error).__name__}: {error}"
+            raise PathRejectedError(message) from error
 
 
 def probe(path: Path, peer: Peer, deadline: Deadline) -> None:

@@ -100,11 +100,12 @@ class DataServer:
             self._close(served, countdown.one)
 
     def close(self) -> None:
-        """Close all connections; idempotent."""
+        """Close all connections and let the region table go; idempotent."""
         with self._lock:
             ending, self._served = list(self._served.values()), {}
         for served in ending:
             self._close(served)
+        self._view.close()
 
     def _close(self, served: _Served, then: Callable[[], object] = lambda: None) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from fuzz.mutate import Mutator
 from fuzz.targets import TARGETS
 
 MAX_GROWTH_BYTES = 128 << 20
+_SHOWN = 400
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def run(name: str, seed: int, count: int) -> Outcome:
         try:
             target.run(raw)
         except Exception:  # noqa: BLE001 - whatever is not documented is a finding
-            finding = f"seed {seed}, input {number}: {raw!r}\n{traceback.format_exc()}"
+            finding = f"seed {seed}, input {number}: {raw[:_SHOWN]!r} ({len(raw)} bytes)\n{traceback.format_exc()}"
             return Outcome(name, number + 1, time.monotonic() - begin, finding)
     return Outcome(name, count, time.monotonic() - begin, None)
 

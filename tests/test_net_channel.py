@@ -414,3 +414,17 @@ def test_a_connection_that_was_reset_before_it_is_taken_over() -> None:
         channel.start()
         assert channel.wait_closed(soon())
         settle(loop)
+
+
+def test_a_connection_that_comes_after_the_end_of_the_loop_is_closed() -> None:
+    with running_loop() as loop:
+        pass
+    ours, theirs = tcp_pair()
+    with theirs:
+        channel = Channel(ours, loop)
+        channel.start()
+        assert channel.wait_closed(soon())
+        assert ours.fileno() == -1
+        assert ended(theirs)
+        with pytest.raises(ChannelClosedError, match="this engine has been finalized"):
+            channel.request(Fetch(), soon())

@@ -43,6 +43,8 @@ class Network:
         self.room = scheduler.rng.choice((600, 4096, 1 << 16, 1 << 20))
         self._cuts: dict[frozenset[Any], int] = {}
         self._healed: list[Task] = []
+        self.stalled: list[Socket] = []
+        """What has bytes that wait for an interruption to end."""
         self._ports = itertools.count(40_000)
 
     def delay(self) -> float:
@@ -77,7 +79,8 @@ class Network:
     def _heal(self, pair: frozenset[Any]) -> None:
         self._cuts[pair] -= 1
         if not self._cuts[pair]:
-            for sock in self.connected():
+            stalled, self.stalled = self.stalled, []
+            for sock in stalled:
                 sock.pump()
             for task in self._healed:
                 self.scheduler.wake(task)
@@ -174,33 +177,32 @@ class Socket(_Watched):
         self._error: int | None = None
         self._eof = self._read_shut = self._write_shut = self._closed = False
         self._pipe: collections.deque[bytes | None] = collections.deque()
-        self._under_way = 0
         self._users = 0
-        self._last = 0.0
+        self._due = 0.0
+        """When the first of the bytes under way arrive."""
 
     # What the kernel does
 
     def pump(self) -> None:
         """Deliver what has arrived."""
-        while self._pipe and self.peer is not None and not self.network.interrupted(self.host, self.peer.host):
-            segment, peer = self._pipe[0], self.peer
-            if self._due > self.scheduler.now:
+        while self._pipe and self.peer is not None and self._due <= self.scheduler.now:
+            if self.network.interrupted(self.host, self.peer.host):
+                self.network.stalled.append(self)
                 return
-            self._pipe.popleft()
-            if segment is None:
-                peer._eof = True  # noqa: SLF001 - the other end
-            elif peer._closed and not peer._users:  # noqa: SLF001
-                self.broken(errno.ECONNRESET)
-            elif not peer._read_shut:  # noqa: SLF001
-                peer.inbox += segment
-            peer.changed()
-            self.changed()
-            self._due = self.scheduler.now + (self.network.delay() if self._pipe else 0.0)
+            self._deliver(self.peer, self._pipe.popleft())
             if self._pipe:
+                self._due = self.scheduler.now + self.network.delay()
                 self.scheduler.at(self._due, self.pump)
-                return
 
-    _due = 0.0
+    def _deliver(self, peer: Socket, segment: bytes | None) -> None:
+        if segment is None:
+            peer._eof = True  # noqa: SLF001 - the other end
+        elif peer._closed and not peer._users:  # noqa: SLF001
+            self.broken(errno.ECONNRESET)
+        elif not peer._read_shut:  # noqa: SLF001
+            peer.inbox += segment
+        peer.changed()
+        self.changed()
 
     def _transmit(self, segment: bytes | None) -> None:
         first = not self._pipe

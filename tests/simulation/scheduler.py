@@ -12,7 +12,7 @@ import random
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,8 +169,13 @@ class Scheduler:
             StuckError: that will never be.
         """
         self._until = until
-        self.hub.parent = greenlet.getcurrent()
+        self.hub.parent = getcurrent()
         self.hub.switch()
+
+    def close(self) -> None:
+        """Run no more: a greenlet that is left in the middle would be kept for ever, with all that it knows."""
+        self.hub.parent = getcurrent()
+        self.hub.throw()
 
     def _check_alive(self, task: Task) -> None:
         if task.killed:

@@ -93,6 +93,7 @@ class World:
         for process in self.processes.values():
             process.kill()
             os.close(process.end_fd)
+        self.scheduler.close()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

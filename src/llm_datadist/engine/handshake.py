@@ -132,7 +132,15 @@ class Handshaker:
         self, link: Link, address: Address, count: int, deadline: Deadline
     ) -> list[tuple[int, socket.socket]]:
         """Data connections on which this side asks, opened by this side."""
-        return [self._open_one(link, address, deadline, serve=True) for _ in range(count)]
+        opened: list[tuple[int, socket.socket]] = []
+        try:
+            while len(opened) < count:
+                opened.append(self._open_one(link, address, deadline, serve=True))
+        except BaseException:
+            for _, sock in opened:
+                sock.close()
+            raise
+        return opened
 
     def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:
         number = next(link.data_numbers)

@@ -168,7 +168,9 @@ class Channel:
             if self._close_reason is not None:
                 return
             self._watching_writes = bool(self._outbox)
-            self._loop.watch(self._sock, READ | WRITE if self._watching_writes else READ, self._ready)
+            watched = self._loop.watch(self._sock, READ | WRITE if self._watching_writes else READ, self._ready)
+        if not watched:
+            self.close("this engine has been finalized")
 
     def _ready(self, events: int) -> None:
         if events & WRITE:

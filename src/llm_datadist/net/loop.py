@@ -51,6 +51,8 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._closed = False
+        self._ended = False
+        """Its thread runs nothing any more."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -59,11 +61,17 @@ class Loop:
         return threading.get_ident() == self._thread.ident
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop's thread."""
+        """Run ``callback`` on the loop's thread; at once, by the caller, if that has ended.
+
+        Nothing is left to do then but to close what came too late.
+        """
         with self._lock:
-            self._calls.append(callback)
-            if not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
+            if not self._ended:
+                self._calls.append(callback)
+                if not self._closed:
+                    os.eventfd_write(self._wake_fd, 1)
+                return
+        guarded(callback)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         """Run ``callback`` on the loop's thread after ``seconds``."""
@@ -74,12 +82,18 @@ class Loop:
                 os.eventfd_write(self._wake_fd, 1)
         return timer
 
-    def watch(self, sock: socket.socket, events: int, callback: Callable[[int], object]) -> None:
-        """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only."""
+    def watch(self, sock: socket.socket, events: int, callback: Callable[[int], object]) -> bool:
+        """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only.
+
+        False if the loop has ended: nobody watches.
+        """
+        if self._ended:
+            return False
         if sock.fileno() in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
+        return True
 
     def unwatch(self, sock: socket.socket) -> None:
         """Stop watching; does nothing for a socket that is not watched. Loop thread only."""
@@ -101,6 +115,7 @@ class Loop:
             with self._lock:
                 calls, self._calls = self._calls, []
                 if self._closed and not calls:
+                    self._ended = True
                     break
                 timeout = self._timeout() if not calls else 0
             for call in calls:

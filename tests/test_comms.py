@@ -164,3 +164,10 @@ def test_no_rank_tables_with_hixl(peers: Peers) -> None:
     member = peers.make(20, local_comm_res="", transfer_backend="hixl")
     good = table([{"device_ip": "127.0.0.1"}] * 2)
     expect(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, lambda: member.call(link_only, "x", {20: 0, 21: 1}, good))
+
+
+def test_finalize_while_others_are_waited_for(peers: Peers) -> None:
+    member = members_of(peers, 1)[0]
+    devices = [{"device_ip": "127.0.0.1", "device_port": free_port()} for _ in range(2)]
+    member.call(link_only, "group", {member.cluster_id: 0, 99: 1}, table(devices))
+    member.call("finalize")

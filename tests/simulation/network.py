@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _TIMEVAL = struct.Struct("ll")
 _BREAK_S = 60.0
+_DONTWAIT = int(socket.MSG_DONTWAIT)  # an enum is slow
+_WAITALL = int(socket.MSG_WAITALL)
 FIRST_FD = 1 << 20
 """Real descriptors are smaller."""
 
@@ -259,7 +261,7 @@ class Socket(_Watched):
 
     def _deadline(self, flags: int, option: int) -> tuple[float | None, type[OSError]]:
         """Until when a call may wait, and what it raises then."""
-        if flags & socket.MSG_DONTWAIT or self._timeout == 0:
+        if flags & _DONTWAIT or self._timeout == 0:
             return self.scheduler.now, BlockingIOError
         if self._timeout is not None:
             return self.scheduler.now + self._timeout, TimeoutError
@@ -292,6 +294,7 @@ class Socket(_Watched):
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         self._check()
+        flags = int(flags)
         if self.peer is None:
             raise _error(errno.ENOTCONN)
         ready = lambda: bool(self.inbox) or self._eof or self._read_shut or self._error is not None  # noqa: E731
@@ -314,6 +317,7 @@ class Socket(_Watched):
 
     def send(self, data: bytes | bytearray | memoryview, flags: int = 0) -> int:
         self._check()
+        flags = int(flags)
         if self.peer is None:
             raise _error(errno.ENOTCONN)
         ready = lambda: self._room() > 0 or self._write_shut or self._error is not None  # noqa: E731
@@ -501,7 +505,7 @@ class SocketCalls:
             at = 0
             while at < size:
                 try:
-                    data = sock.recv(size - at, flags & ~socket.MSG_WAITALL)
+                    data = sock.recv(size - at, int(flags) & ~_WAITALL)
                 except OSError:
                     if done:
                         return done

@@ -67,20 +67,26 @@ class Caller:
         self._rng = trial.world.scheduler.rng
         self._limit_s = member.plan.timeout_ms / 1000
 
-    def run(self, count: int) -> None:
-        """So many operations."""
+    def run(self, count: int, *, link_all: bool) -> None:
+        """So many operations; before them ``link_all`` links everybody, as the others may do at the same time."""
+        self._wait_ready()
+        if link_all:
+            for peer in self._others():
+                self._link(peer)
         for _ in range(count):
-            while not self._member.ready and not self._member.closing:
-                self._trial.world.scheduler.sleep(0.01)
+            self._wait_ready()
             if self._member.closing and self._rng.random() < 0.5:  # noqa: PLR2004
                 return
             self._one()
             if self._rng.random() < 0.5:  # noqa: PLR2004
                 self._trial.world.scheduler.sleep(self._rng.random() * 0.2)
 
+    def _wait_ready(self) -> None:
+        while not self._member.ready and not self._member.closing:
+            self._trial.world.scheduler.sleep(0.01)
+
     def _one(self) -> None:
-        others = [member for member in self._trial.members if member is not self._member]
-        peer = self._rng.choice(others)
+        peer = self._rng.choice(self._others())
         what = self._rng.choices(
             (
                 self._link,
@@ -93,9 +99,12 @@ class Caller:
                 self._group,
                 self._finalize,
             ),
-            (8, 10, 8, 3, 2, 2, 1, 1, 0.3),
+            (6, 12, 12, 2, 2, 2, 1, 1, 0.3),
         )[0]
         what(peer)
+
+    def _others(self) -> list[Member]:
+        return [member for member in self._trial.members if member is not self._member]
 
     @property
     def _engine(self) -> Any:
@@ -190,18 +199,22 @@ class Caller:
         elif outcome in ("LLM_NOT_YET_LINK", "LLM_KV_CACHE_NOT_EXIST") and error.phase in ("link", "lookup"):
             if before.changed():
                 trial.violated(f"a pull from cluster {peer.cluster_id} was refused and yet wrote")
-        if self._settled(target, here, error, f"after a pull: {outcome}"):
-            busy.difference_update(here)
+        self._watch(target, here, busy, error, f"after a pull: {outcome}")
 
-    def _settled(self, memory: Memory, blocks: list[int], error: Any, why: str) -> bool:
+    def _watch(self, memory: Memory, blocks: list[int], busy: set[int], error: Any, why: str) -> None:
         """Let nobody change these bytes from now on, unless the error says that this may happen."""
         if isinstance(error, LLMException) and "did not confirm" in str(error):
-            return False
+            return  # they are lost for this life: ``busy`` keeps them
         frozen = Frozen.of(memory, blocks, why)
-        self._trial.world.scheduler.sleep(self._rng.choice((0.0, 0.001, 0.1)))
-        if memory.ending is None and frozen.changed():
-            self._trial.violated(f"bytes have changed {why}")
-        return True
+        patience = self._rng.choice((0.0, 0.1) if error is None else (0.05, 1.0, 5.0))
+
+        def look() -> None:
+            self._trial.world.scheduler.sleep(patience)
+            if memory.ending is None and frozen.changed():
+                self._trial.violated(f"bytes have changed {why}")
+            busy.difference_update(blocks)
+
+        self._trial.world.watcher.run(f"watcher {why}", look)
 
     def _check_content(
         self, what: str, owner: Member, memory: Memory, blocks: list[int], sources: list[int], begin: float
@@ -251,15 +264,13 @@ class Caller:
             )
             engine.push(request, deadline)
 
-        renewed = source.ending
         outcome, error = trial.call(member, f"push {peer.cluster_id}", self._limit_s, work)
-        if outcome == "ok" and sink.ending is None and renewed is None and sink.until is None:
+        if outcome == "ok" and sink.ending is None and sink.until is None:
             for number, tensor in enumerate(sink.tensors):
                 for block, origin in zip(there, here, strict=True):
                     if not (tensor[block] == source.word(number, origin)).all():
                         trial.violated(f"a push to cluster {peer.cluster_id} is not in place")
-        if self._settled(sink, there, error, f"after a push: {outcome}"):
-            busy.difference_update(there)
+        self._watch(sink, there, busy, error, f"after a push: {outcome}")
 
     # Caches
 

@@ -64,7 +64,7 @@ def run(seed: int) -> Result:
     trial = Trial(world, members)
     with world.installed(), _countable(), _small_parts(world):
         director = _Director(trial)
-        task = world.process("director").run("director", director.run)
+        task = world.watcher.run("director", director.run)
         try:
             world.scheduler.run(task)
         except StuckError as error:
@@ -171,7 +171,11 @@ class _Director:
         assert member.process is not None
         for number in range(self._rng.choice((1, 2, 3))):
             caller, count = Caller(self._trial, member), self._rng.choice((2, 4, 8))
-            task = member.process.run(f"caller {number}", lambda caller=caller, count=count: caller.run(count))
+            eager = not number and self._rng.random() < 0.8  # noqa: PLR2004
+            task = member.process.run(
+                f"caller {number}",
+                lambda caller=caller, count=count, eager=eager: caller.run(count, link_all=eager),
+            )
             self._tasks.append((member, task))
 
     def _cut(self) -> None:
@@ -243,3 +247,6 @@ class _Director:
                 self._trial.violated(f"a thread is left after finalize: {task.name} of {task.host}\n{task.stack()}")
         for sock in self._world.network.descriptors.values():
             self._trial.violated(f"a descriptor is left after finalize: {sock} of {sock.host}")
+        for process in self._world.pidfds.values():
+            if process.alive:
+                self._trial.violated(f"a pidfd is left after finalize of {process}")

@@ -75,7 +75,9 @@ class Task:
     def stack(self) -> str:
         """Where it stands."""
         frame = self.greenlet.gr_frame
-        return "".join(traceback.format_stack(frame)) if frame else "(not begun)\n"
+        places = traceback.extract_stack(frame) if frame else []
+        told = [f"{place.name} ({place.filename.rpartition('/')[2]}:{place.lineno})" for place in places]
+        return " > ".join(told[-12:]) or "(not begun)"
 
 
 class Scheduler:
@@ -202,7 +204,8 @@ class Scheduler:
             self._step()
 
     def _step(self) -> None:
-        ready, at = self._ready, self.rng.randrange(len(self._ready))
+        ready = self._ready
+        at = int(self.rng.random() * len(ready))
         ready[at], ready[-1] = ready[-1], ready[at]
         task = ready.pop()
         self.steps += 1

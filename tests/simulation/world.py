@@ -72,6 +72,10 @@ class World:
         self.network = Network(self.scheduler)
         self.processes: dict[int, Process] = {}
         self._pid = 100_000
+        self.pidfds: dict[int, Process] = {}
+        """Real descriptors that processes have open."""
+        self.watcher = self.process("watcher")
+        """Looks on, and never dies."""
 
     def next_pid(self) -> int:
         self._pid += 1
@@ -93,6 +97,8 @@ class World:
         for process in self.processes.values():
             process.kill()
             os.close(process.end_fd)
+        for pidfd in self.pidfds:
+            os.close(pidfd)
         self.scheduler.close()
 
     @contextlib.contextmanager
@@ -209,6 +215,7 @@ class _System:
 
     def close(self, fd: int) -> None:
         if fd < FIRST_FD:
+            self._world.pidfds.pop(fd, None)
             os.close(fd)
         elif self._world.network.descriptors.pop(fd, None) is None and not self._world.scheduler.current.killed:
             raise OSError(9, "Bad file descriptor")
@@ -217,7 +224,9 @@ class _System:
         process = self._world.living(pid)
         if process is None:
             raise ProcessLookupError(3, "No such process")
-        return os.dup(process.end_fd)
+        pidfd = os.dup(process.end_fd)
+        self._world.pidfds[pidfd] = self._world.scheduler.current.host
+        return pidfd
 
 
 class _MemoryCalls:

@@ -82,9 +82,11 @@ class Listeners:
         raise failed
 
     def close(self, address: Address) -> None:
-        """Undo one ``open``."""
+        """Undo one ``open``; without effect after ``close_all``."""
         with self._lock:
-            listener, count = self._rendezvous.pop(address)
+            listener, count = self._rendezvous.pop(address, (None, 0))
+            if listener is None:
+                return
             if count > 1:
                 self._rendezvous[address] = (listener, count - 1)
                 return

@@ -349,3 +349,10 @@ def test_parse_listen_ip_info_refuses(text: Any, failure: Any) -> None:
 
 def test_ipv6_without_brackets_is_answered_with_an_example() -> None:
     expect(PI, lambda: parse_listen_ip_info("::1:26000"), match=r"\[fd00::2\]:26000")
+
+
+def test_cluster_info_that_is_nested_too_deeply() -> None:
+    config = LLMConfig()
+    with pytest.raises(ValueError, match="cluster_info is nested too deeply"):
+        config.cluster_info = "[" * 100_000
+    assert config.cluster_info == ""

@@ -249,6 +249,14 @@ def _str_dict(name: str, value: dict[str, str]) -> dict[str, str]:
 
 def _cluster_info(name: str, value: str) -> str:
     utils.check_isinstance(name, value, str, allow_none=False)
+    try:
+        return _with_text_ips(name, value)
+    except RecursionError as error:
+        message = f"{name} is nested too deeply: give a JSON object like {{}}"
+        raise ValueError(message) from error
+
+
+def _with_text_ips(name: str, value: str) -> str:
     info = json.loads(value)
     raise_if_false(isinstance(info, dict), "{} must be a JSON object, but got {!r}", name, value)
     for listener in info.get("listen_ip_info", ()):

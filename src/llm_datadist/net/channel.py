@@ -81,6 +81,8 @@ class Channel:
         self.on_over: Callable[[], object] = lambda: None
         self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
         self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
+        self.remote_address = _peer_of(sock)
+        """(ip, port) of the other end."""
         sock.settimeout(None)  # calls here say MSG_DONTWAIT themselves
         _tune(sock)
 
@@ -88,12 +90,6 @@ class Channel:
     def closed(self) -> bool:
         """Whether the connection is gone."""
         return self._close_reason is not None
-
-    @property
-    def remote_address(self) -> tuple[str, int]:
-        """(ip, port) of the other end."""
-        name = self._sock.getpeername()
-        return str(name[0]), int(name[1])
 
     @property
     def remote_host(self) -> str:
@@ -179,9 +175,11 @@ class Channel:
 
     def hang_up(self, *, wait: bool) -> None:
         """After ``close``: let the peer see the end; if told to ``wait``, go on until it has hung up, too."""
-        if not self._loop.call_soon(functools.partial(self._hang_up, wait=wait)):  # a last transfer outlives the engine
+        if self._loop.ended:  # a last transfer outlives the engine
             self._left_loop = True
             self._hang_up(wait=False)
+        else:
+            self._loop.call_soon(functools.partial(self._hang_up, wait=wait))
 
     def abandon(self) -> None:
         """After ``close``: wait for the peer no longer."""
@@ -220,7 +218,9 @@ class Channel:
             if self._close_reason is not None:
                 return
             self._watching_writes = bool(self._outbox)
-            self._loop.watch(self._sock, READ | WRITE if self._watching_writes else READ, self._ready)
+            watched = self._loop.watch(self._sock, READ | WRITE if self._watching_writes else READ, self._ready)
+        if not watched:
+            self.close("this engine has been finalized")
 
     def _ready(self, events: int) -> None:
         if events & WRITE:
@@ -301,9 +301,8 @@ class Channel:
             self._lingering = True
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
-            if wait and not self.over:
-                self._loop.watch(self._sock, READ, lambda _events: self._linger())
-            else:
+            waits = wait and not self.over and self._loop.watch(self._sock, READ, lambda _events: self._linger())
+            if not waits:
                 self._stop_lingering()
 
     def _linger(self) -> None:
@@ -324,6 +323,14 @@ class Channel:
             self._sock.close()
             self._over.set()
             self.on_over()
+
+
+def _peer_of(sock: socket.socket) -> tuple[str, int]:
+    try:
+        name = sock.getpeername()
+    except OSError:  # it is gone already; the loop will find that out
+        return "unknown", 0
+    return str(name[0]), int(name[1])
 
 
 def _tune(sock: socket.socket) -> None:

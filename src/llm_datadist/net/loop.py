@@ -59,7 +59,9 @@ class Loop:
         self._calls: list[Callable[[], object]] = []
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._closed = self._ended = False
+        self._closed = False
+        self.ended = False
+        """Whether its thread runs nothing any more."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
@@ -73,13 +75,18 @@ class Loop:
         """Whether the caller runs on the loop's thread."""
         return threading.get_ident() == self._thread.ident
 
-    def call_soon(self, callback: Callable[[], object]) -> bool:
-        """Run ``callback`` on the loop's thread; False if that has ended and never will."""
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Run ``callback`` on the loop's thread; at once, by the caller, if that has ended.
+
+        Nothing is left to do then but to close what came too late.
+        """
         with self._lock:
-            self._calls.append(callback)
-            if not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
-            return not self._ended
+            if not self.ended:
+                self._calls.append(callback)
+                if not self._closed:
+                    os.eventfd_write(self._wake_fd, 1)
+                return
+        guarded(callback)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         """Run ``callback`` on the loop's thread after ``seconds``."""
@@ -90,12 +97,18 @@ class Loop:
                 os.eventfd_write(self._wake_fd, 1)
         return timer
 
-    def watch(self, sock: HasFileno, events: int, callback: Callable[[int], object]) -> None:
-        """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only."""
+    def watch(self, sock: HasFileno, events: int, callback: Callable[[int], object]) -> bool:
+        """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only.
+
+        False if the loop has ended: nobody watches.
+        """
+        if self.ended:
+            return False
         if sock.fileno() in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
+        return True
 
     def unwatch(self, sock: HasFileno) -> None:
         """Stop watching; does nothing for a socket that is not watched. Loop thread only."""
@@ -117,7 +130,7 @@ class Loop:
             with self._lock:
                 calls, self._calls = self._calls, []
                 if self._closed and not calls:
-                    self._ended = True
+                    self.ended = True
                     break
                 timeout = self._timeout() if not calls else 0
             for call in calls:

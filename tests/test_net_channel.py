@@ -398,7 +398,7 @@ def test_remote_address_of_a_connection_that_is_gone(ends: tuple[End, End]) -> N
     left, right = ends
     address = right.channel._sock.getsockname()
     left.channel.close("test")
-    assert left.channel.wait_closed(soon())
+    assert left.channel.wait_over(soon())
     settle(left.channel._loop)
     assert left.channel.remote_address == address
 
@@ -412,7 +412,7 @@ def test_a_connection_that_was_reset_before_it_is_taken_over() -> None:
         channel = Channel(ours, loop)
         assert channel.remote_address == ("unknown", 0)
         channel.start()
-        assert channel.wait_closed(soon())
+        assert channel.wait_over(soon())
         settle(loop)
 
 
@@ -423,7 +423,7 @@ def test_a_connection_that_comes_after_the_end_of_the_loop_is_closed() -> None:
     with theirs:
         channel = Channel(ours, loop)
         channel.start()
-        assert channel.wait_closed(soon())
+        assert channel.wait_over(soon())
         assert ours.fileno() == -1
         assert ended(theirs)
         with pytest.raises(ChannelClosedError, match="this engine has been finalized"):

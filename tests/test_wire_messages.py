@@ -40,6 +40,9 @@ offers = st.builds(
     nonce=st.binary(min_size=16, max_size=64),
     table_fd=st.integers(0, 2**31 - 1),
     paths=st.lists(name, max_size=4),
+    handover=st.none() | name,
+    digest=st.none() | name,
+    dumpable=st.booleans(),
 )
 caches = st.builds(
     messages.CacheInfo,
@@ -90,6 +93,8 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     messages.Resolved: st.builds(
         messages.Resolved, regions=st.lists(u64, max_size=4), offsets=st.lists(size, max_size=4)
     ),
+    messages.Digest: st.builds(messages.Digest, spans=st.binary(max_size=64)),
+    messages.Digested: st.builds(messages.Digested, value=u64),
     messages.Drain: st.builds(messages.Drain),
     messages.Ping: st.builds(messages.Ping, link_token=token),
     messages.Join: st.builds(messages.Join, comm=name),

@@ -161,6 +161,8 @@ def example(kind: type) -> dict[str, Any]:
         messages.OpenData: {"count": 1},
         messages.Fence: {"connections": [1]},
         messages.Confirm: {"path": "tcp"},
+        messages.Digest: {"spans": b""},
+        messages.Digested: {"value": 1},
         messages.Greet: {"nonce": bytes(32)},
         messages.Challenge: {"nonce": bytes(32)},
         messages.Sealed: {"payload": b"p", "proof": bytes(32)},
@@ -183,6 +185,8 @@ def tampered(kind: type, path: str, value: object) -> bytes:
     ("kind", "path", "value"),
     [
         (messages.Greet, "nonce", bytes(31)),
+        (messages.Digest, "spans", bytes((1 << 18) + 1)),
+        (messages.Digested, "value", -1),
         (messages.Challenge, "nonce", bytes(33)),
         (messages.Sealed, "proof", bytes(31)),
         (messages.Sealed, "proof", bytes(33)),

@@ -78,6 +78,7 @@ GROUPS = "/proc/self/cgroup"
 RMEM, WMEM = "/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"
 THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 DENIED = fails("process_vm", "a child could not read its parent", errno.EPERM)
+UNTRIED = {"trials": replace(WORKS, process_vm=lambda: Trial("it failed", conclusive=False))}
 NO_PACKAGE: dict[str, Any] = {"version": lambda _: None}
 
 
@@ -91,7 +92,8 @@ NO_PACKAGE: dict[str, Any] = {"version": lambda _: None}
         (same_host.process_vm, {STATUS: "Name: x\nSeccomp:\t2\n"}, DENIED, Level.PROBLEM, "--cap-add SYS_PTRACE"),
         (same_host.process_vm, {"/.dockerenv": ""}, DENIED, Level.PROBLEM, "--cap-add SYS_PTRACE"),
         (same_host.process_vm, {}, fails("process_vm", "x", errno.ENOSYS), Level.PROBLEM, "CROSS_MEMORY_ATTACH"),
-        (same_host.process_vm, {}, fails("process_vm", "said nothing"), Level.PROBLEM, "said nothing The path"),
+        (same_host.process_vm, {}, fails("process_vm", "other bytes"), Level.PROBLEM, "^other bytes The path"),
+        (same_host.process_vm, {}, UNTRIED, Level.WARNING, "^could not be tried: it failed It is not known"),
         (same_host.ptrace_scope, {}, {}, Level.OK, "not restricted"),
         (same_host.ptrace_scope, {YAMA: "0\n"}, {}, Level.OK, "ptrace_scope is 0"),
         (same_host.ptrace_scope, {YAMA: "2\n"}, {}, Level.NOTE, "ptrace_scope is 2.*sysctl"),
@@ -282,11 +284,13 @@ def test_every_finding_is_documented() -> None:
 def test_a_child_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_CHILD_S", 0.2)
     monkeypatch.setattr(sys, "executable", "/bin/cat")  # complains about its options and ends
-    assert "said nothing" in trials.process_vm().failed
+    silent = trials.process_vm()
+    assert "ended without a word" in silent.failed
+    assert not silent.conclusive
     monkeypatch.setattr(sys, "executable", "/no/such/program")
     failed = trials.process_vm()
     assert failed.failed.startswith("no process can be started")
-    assert failed.code == errno.ENOENT
+    assert (failed.code, failed.conclusive) == (errno.ENOENT, False)
 
 
 def test_environment_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

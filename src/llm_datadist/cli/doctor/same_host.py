@@ -36,6 +36,16 @@ def process_vm(system: System) -> Finding:
             "Transfers on this host copy once, at memory speed, whatever memory the caches are in.",
             facts=facts,
         )
+    if not trial.conclusive:
+        return Finding(
+            "process-vm",
+            _GROUP,
+            Level.WARNING,
+            f"could not be tried: {trial.failed}",
+            "It is not known whether the path process_vm works; if not, only caches from a pool move at memory speed.",
+            "let this user start the Python interpreter that runs the doctor, and see open-files and memfd",
+            {"works": None, "errno": facts["errno"]},
+        )
     reason = f": {errno.errorcode.get(trial.code, trial.code)}" if trial.code else ""
     return Finding(
         "process-vm",

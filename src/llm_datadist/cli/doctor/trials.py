@@ -40,6 +40,8 @@ class Trial:
     """What did not work; empty if all did."""
     code: int = 0
     """The ``errno`` it failed with, if any."""
+    conclusive: bool = True
+    """Whether what failed is what was to be tried, and not the means to try it."""
 
     @property
     def ok(self) -> bool:
@@ -63,7 +65,7 @@ def process_vm() -> Trial:
     try:
         table = os.memfd_create("llm-datadist-doctor", os.MFD_CLOEXEC)
     except OSError as error:
-        return _trial("no memfd can be made", error)
+        return _trial("no memfd can be made", error, conclusive=False)
     places = (os.getpid(), ctypes.addressof(nonce), ctypes.addressof(answer), table)
     try:
         with subprocess.Popen(  # noqa: S603 - our own module
@@ -77,7 +79,7 @@ def process_vm() -> Trial:
             finally:
                 child.kill()
     except OSError as error:
-        return _trial("no process can be started", error)
+        return _trial("no process can be started", error, conclusive=False)
     finally:
         os.close(table)
 
@@ -86,7 +88,7 @@ def _judge(child: subprocess.Popen[bytes], nonce: bytes, answer: ctypes.Array[ct
     try:
         told: dict[str, Any] = json.loads(_line(cast("IO[bytes]", child.stdout)))
     except ValueError:
-        return Trial(f"{_FAILED} said nothing within {_CHILD_S:.0f} s")
+        return Trial(f"{_FAILED} ended without a word, or said nothing for {_CHILD_S:.0f} s", conclusive=False)
     if told["failed"]:
         return Trial(f"{_FAILED} could not {told['failed']} its parent", told["code"])
     if answer.raw != nonce[::-1]:
@@ -126,8 +128,8 @@ def _room() -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(NONCE_BYTES)
 
 
-def _trial(what: str, error: OSError) -> Trial:
-    return Trial(f"{what}: {error.strerror or error}", error.errno or 0)
+def _trial(what: str, error: OSError, *, conclusive: bool = True) -> Trial:
+    return Trial(f"{what}: {error.strerror or error}", error.errno or 0, conclusive)
 
 
 def memfd() -> Trial:

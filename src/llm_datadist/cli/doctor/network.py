@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.cli.doctor.findings import Finding, Group, Level
-from llm_datadist.paths.ladder import DEFAULT_ORDER
+from llm_datadist.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +103,9 @@ def rdma(system: System) -> Finding:
     found = system.names("/sys/class/infiniband")
     if not found:
         return _device("rdma", Level.OK, found, "TCP carries what goes between hosts.")
-    return _device("rdma", Level.NOTE, found, f"Not used: the paths of this version are {', '.join(DEFAULT_ORDER)}.")
+    return _device(
+        "rdma", Level.NOTE, found, f"Not used: the paths of this version are {', '.join(EngineOptions().paths)}."
+    )
 
 
 def gpu(system: System) -> Finding:

@@ -76,11 +76,11 @@ def _prose(text: str) -> str:
 
 def option_table() -> Iterator[str]:
     """The properties, then the keys without one."""
-    yield "| `LLMConfig` | key | default | meaning |"
-    yield "|---|---|---|---|"
+    yield "| `LLMConfig`, key | default | meaning |"
+    yield "|---|---|---|"
     for name, option in properties().items():
-        written = ", ".join(f"`{key}`" for key in keys(option)) or "as given"
-        yield f"| `{name}` | {written} | {_default(option._default)} | {_prose(option.__doc__ or '')} |"  # noqa: SLF001
+        names = "<br>".join(f"`{each}`" for each in (name, *keys(option)))
+        yield f"| {names} | {_default(option._default)} | {_prose(option.__doc__ or '')} |"  # noqa: SLF001
     yield ""
     yield f"Transfer paths: {', '.join(f'`{path}`' for path in EngineOptions().paths)}, the best first."
     yield ""

@@ -102,7 +102,7 @@ NO_PACKAGE: dict[str, Any] = {"version": lambda _: None}
         (same_host.seccomp, {}, {}, Level.OK, "unknown"),
         (same_host.seccomp, {STATUS: "Seccomp:\t0\nSeccomp_filters:\t0\n"}, {}, Level.OK, "off No"),
         (same_host.seccomp, {STATUS: "Seccomp:\t2\n"}, {}, Level.NOTE, "filtered.*--cap-add"),
-        (same_host.privileges, {STATUS: "NoNewPrivs:\t1\n"}, {}, Level.NOTE, "is set.*setcap"),
+        (same_host.privileges, {STATUS: "NoNewPrivs:\t1\n"}, {}, Level.NOTE, "is set.*setcap.*--security-opt"),
         (same_host.privileges, {STATUS: "NoNewPrivs:\t0\n"}, {}, Level.OK, "is not set"),
         (same_host.privileges, {}, {}, Level.OK, "unknown"),
         (same_host.memfd, {}, {}, Level.OK, "sealed"),

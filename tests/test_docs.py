@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import llm_datadist
+from llm_datadist import LLMConfig, LLMDataDist
+from llm_datadist.cache_manager import CacheManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -187,6 +189,15 @@ def test_options_page_that_is_not(tmp_path: Path) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     named = set(re.findall(r"auto\w+:: llm_datadist\.(?:\w+\.)*(\w+)", (DOCS / "api.md").read_text(encoding="utf-8")))
     assert set(llm_datadist.__all__) - {"LLMConfig"} <= named
+
+
+def test_every_call_of_the_compatibility_matrix_exists() -> None:
+    matrix = (DOCS / "migration.md").read_text(encoding="utf-8").partition("## Compatibility matrix")[2]
+    parts = re.findall(r"^\| (.+?) \|", matrix, re.MULTILINE)
+    places = [llm_datadist, LLMDataDist, CacheManager, LLMConfig]
+    for name in re.findall(r"`([a-zA-Z_.]+)`", " ".join(parts)):
+        last = name.removeprefix("llm_datadist.")
+        assert any(hasattr(place, last) for place in places) or name == "llm_datadist.testing", name
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

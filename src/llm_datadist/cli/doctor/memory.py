@@ -32,7 +32,7 @@ _NOT_COLLAPSED: Final = {
 }
 _REFUSED: Final = (
     "the kernel refuses",
-    "no PR_SET_THP_DISABLE for this process, and a seccomp profile that lets madvise pass",
+    "see THP_enabled in /proc/self/status: 0 is prctl(PR_SET_THP_DISABLE) by what started this process; leave it out",
 )
 
 

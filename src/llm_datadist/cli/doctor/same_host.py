@@ -120,7 +120,10 @@ def privileges(system: System) -> Finding:
         if on
         else "Nothing about transfers depends on it."
     )
-    return Finding("no-new-privs", _GROUP, Level.NOTE if on else Level.OK, seen, meaning, facts={"set": on})
+    fix = (
+        "docker run --security-opt no-new-privileges=false (Kubernetes: allowPrivilegeEscalation: true)" if on else None
+    )
+    return Finding("no-new-privs", _GROUP, Level.NOTE if on else Level.OK, seen, meaning, fix, {"set": on})
 
 
 def memfd(system: System) -> Finding:

@@ -53,6 +53,7 @@ def machine(tmp_path: Path, files: dict[str, str] | None = None, **values: Any) 
         "cores": lambda: 8,
         "space": lambda _: (1 << 34, 1 << 33),
         "version": lambda _: "1.0",
+        "paths": lambda: None,
         "trials": WORKS,
     }
     return System(**{**defaults, **values})
@@ -224,6 +225,8 @@ NO_PACKAGE: dict[str, Any] = {"version": lambda _: None}
         (software.optional, {}, {}, Level.OK, "torch 1.0.*not installed: none"),
         (software.optional, {}, NO_PACKAGE, Level.OK, "none; not installed: torch"),
         (software.environment, {}, {}, Level.OK, "valid"),
+        (software.environment, {}, {"paths": lambda: "auto"}, Level.OK, "valid"),
+        (software.environment, {}, {"paths": lambda: "tcp"}, Level.NOTE, "^LLM_DATADIST_PATHS=tcp Only.*unset"),
         (software.environment, {}, fails("options"), Level.PROBLEM, "it failed"),
     ],
 )

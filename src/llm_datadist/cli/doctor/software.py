@@ -49,10 +49,15 @@ def optional(system: System) -> Finding:
 
 def environment(system: System) -> Finding:
     """Variables that set options."""
-    trial = system.trials.options()
-    if trial.ok:
+    trial, paths = system.trials.options(), system.paths()
+    facts = {"paths": paths}
+    if trial.ok and paths in (None, "auto"):
         meaning = "What the environment sets is accepted."
-        return Finding("environment", _GROUP, Level.OK, "environment variables are valid", meaning)
+        return Finding("environment", _GROUP, Level.OK, "environment variables are valid", meaning, facts=facts)
+    if trial.ok:
+        seen = f"LLM_DATADIST_PATHS={paths}"
+        meaning = "Only these transfer paths are used, in this order, where the program does not say otherwise."
+        return Finding("environment", _GROUP, Level.NOTE, seen, meaning, "unset LLM_DATADIST_PATHS", facts)
     meaning = "LLMDataDist.init fails with LLM_PARAM_INVALID wherever the option is not set otherwise."
     fix = "unset the variable, or correct it"
-    return Finding("environment", _GROUP, Level.PROBLEM, trial.failed, meaning, fix)
+    return Finding("environment", _GROUP, Level.PROBLEM, trial.failed, meaning, fix, facts)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from llm_datadist.cli.doctor import trials
+from llm_datadist.utils import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,6 +63,8 @@ class System:
     """Bytes in all, and free ones, of a file system."""
     version: Callable[[str], str | None] = _version
     """Of an installed package."""
+    paths: Callable[[], str | None] = environment.paths
+    """What the environment says of transfer paths."""
     trials: Trials = field(default_factory=Trials)
     python: str = platform.python_version()
     kernel: str = platform.release()

@@ -282,7 +282,10 @@ class LlmConfig:
         dict, _str_dict, {}, "dict of str to str: raw options. A named property wins over the same key here."
     )
     device_id: _Option[int | list[int] | tuple[int, ...] | None] = _Option(
-        _device_entries, _device_id, None, "Device to use, or a list or tuple of ids, of which init takes only one."
+        _device_entries,
+        _device_id,
+        None,
+        "Device to use, or a list or tuple of ids, of which init takes only one; 0 if not set.",
     )
     sync_kv_timeout: _Option[int | str | None] = _Option(
         "llm.SyncKvCacheWaitTime",
@@ -323,16 +326,25 @@ class LlmConfig:
         "Implied by local_comm_res (not shown when read here).",
     )
     link_total_time: _Option[int] = _Option(
-        "llm.LinkTotalTime", _number_in(0, utils.UINT32_MAX, int), 0, "Seconds that link() may take to prepare memory."
+        "llm.LinkTotalTime",
+        _number_in(0, utils.UINT32_MAX, int),
+        0,
+        "Seconds within which a link of link() becomes OK or FAILED; 0 is 120.",
     )
     link_retry_count: _Option[int] = _Option(
-        "llm.LinkRetryCount", _number_in(1, 100, int), 1, "How often link() tries to reach a peer, 1 to 100."
+        "llm.LinkRetryCount",
+        _number_in(1, 100, int),
+        1,
+        "1 to 100; accepted, not used: link() tries to reach a peer again until link_total_time is over.",
     )
     rdma_traffic_class: _Option[int | None] = _Option(
-        "llm.RdmaTrafficClass", _uint32, None, "Traffic class for RDMA paths, unsigned 32 bits."
+        "llm.RdmaTrafficClass",
+        _uint32,
+        None,
+        "Unsigned 32 bits; accepted, not used. With 'hixl' it must be a multiple of 4 up to 255.",
     )
     rdma_service_level: _Option[int | None] = _Option(
-        "llm.RdmaServiceLevel", _uint32, None, "Service level for RDMA paths, unsigned 32 bits."
+        "llm.RdmaServiceLevel", _uint32, None, "Unsigned 32 bits; accepted, not used. With 'hixl' it must be at most 7."
     )
     local_comm_res: _Text = _Option(
         "llm.LocalCommRes",
@@ -341,10 +353,14 @@ class LlmConfig:
         "Once set, even to '', init turns enable_cache_manager and enable_remote_cache_accessible on if not set.",
     )
     transfer_backend: _Text = _Option(
-        "llm.TransferBackend", _text, "", "'hixl', or do not set it: init refuses anything else, also ''."
+        "llm.TransferBackend",
+        _text,
+        "",
+        "'hixl', or do not set it: init refuses anything else, also ''. With 'hixl' each side makes its own link, "
+        "addresses are not needed to unlink, and there are no rank tables.",
     )
     global_resource_config: _Text = _Option(
-        "llm.GlobalResourceConfig", _text, "", "JSON text for transfer_backend 'hixl'."
+        "llm.GlobalResourceConfig", _text, "", "Accepted, not used. With 'hixl' it must be a JSON object."
     )
     mem_utilization: _Option[float] = _Option(
         "llm.MemoryUtilization", _number_in(0.0, 1.0, float), 0.95, "0.0 to 1.0; accepted, not used."
@@ -374,7 +390,7 @@ class LlmConfig:
         "llm.AllowMultipleInstances",
         _flag,
         False,  # noqa: FBT003 - the default of the property
-        "Whether init may succeed while another LLMDataDist of this process is initialised.",
+        "Whether init may succeed although another LLMDataDist of this process is initialised.",
     )
     paths: _Text = _Option(
         "llm.Paths",

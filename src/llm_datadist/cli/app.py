@@ -12,6 +12,7 @@ from llm_datadist.cli.bench import options
 from llm_datadist.cli.bench.results import Order
 from llm_datadist.cli.bench.workload import FULL, QUICK, Kind, Workload, parse_block_sizes
 from llm_datadist.cli.demo import run
+from llm_datadist.cli.doctor import command as doctor_command
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.plan import PathName, Plan
 from llm_datadist.cli.soak import command as soak_command
@@ -108,6 +109,19 @@ def soak(
     descriptors, threads and memory than before; 1: not so; 2: wrong usage; 130: interrupted.
     """
     raise typer.Exit(_interruptible("soak", lambda: soak_command.run(minutes * 60, processes, seed)))
+
+
+@app.command()
+def doctor(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON instead.")] = False,
+) -> None:
+    """Examine this machine: what helps transfers, what hinders them, and the command that changes it.
+
+    What is wrong comes first. Exit code 0: nothing prevents transfers or paths on one host; 1: something does;
+    2: wrong usage; 130: interrupted.
+    """
+    raise typer.Exit(_interruptible("doctor", lambda: doctor_command.run(as_json=json)))
 
 
 @app.command(name="cpp-config")

@@ -38,8 +38,7 @@ loop.__enter__()
 """
 """What every page may use: the public names, numpy, threading, and links that lead to the process itself."""
 
-PREPARATIONS = {
-    "guide.md": """
+_CACHE = """
     config = LLMConfig()
     config.enable_cache_manager = config.enable_remote_cache_accessible = config.allow_multiple_instances = True
     first = LLMDataDist(LLMRole.PROMPT, 1)
@@ -57,7 +56,10 @@ PREPARATIONS = {
     layer_done = [threading.Event() for _ in range(32)]
     for event in layer_done:
         event.set()
-    """,
+    """
+PREPARATIONS = {
+    "guide.md": _CACHE,
+    "errors.md": _CACHE + "    key, src, dst = BlocksCacheKey(2, 0), src_blocks, dst_blocks\n",
 }
 """What each snippet of a page takes for granted beyond that. On other pages they build on each other."""
 

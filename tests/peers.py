@@ -34,6 +34,7 @@ from llm_datadist import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
     from llm_datadist import Cache, CacheKey
 
@@ -205,13 +206,16 @@ def close_off() -> None:
 class Process:
     """A child process with named nodes. Calls run in threads of the child, so they may overlap.
 
-    ``first`` is run in it before anything else.
+    ``first`` is run in it before anything else. ``context`` says how it is started; children of a fork server begin at
+    once.
     """
 
-    def __init__(self, first: Callable[[], object] | None = None) -> None:
-        ours, theirs = _SPAWN.Pipe()
+    def __init__(
+        self, first: Callable[[], object] | None = None, context: SpawnContext | ForkServerContext = _SPAWN
+    ) -> None:
+        ours, theirs = context.Pipe()
         self._pipe = ours
-        self.child = _SPAWN.Process(target=_serve, args=(theirs, first), daemon=True)
+        self.child = context.Process(target=_serve, args=(theirs, first), daemon=True)
         self.child.start()
         theirs.close()
         self._ids = itertools.count()

@@ -12,6 +12,7 @@ import numpy as np
 from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
+from llm_datadist.observe.recorder import Recorder
 from llm_datadist.paths.base import Context
 from llm_datadist.paths.tcp_server import DataServer
 from net_helpers import WAIT_S, tcp_pair
@@ -34,7 +35,7 @@ class Owner:
         self.loop = Loop("test-owner")
         self.serve_workers = Workers("test-serve", WORKERS)
         self.copy_workers = Workers("test-copy", WORKERS)
-        self.server = DataServer(self.table, self.loop, self.serve_workers)
+        self.server = DataServer(self.table, self.loop, self.serve_workers, Recorder())
         self.fenced: list[int] = []
         """Connections that askers have asked to be stopped, in order."""
         self._numbers = itertools.count(1)
@@ -47,7 +48,7 @@ class Owner:
         """A connection that is served: its number and the asking end."""
         number = next(self._numbers)
         ours, theirs = tcp_pair()
-        self.server.add(TOKEN, number, theirs)
+        self.server.add(TOKEN, number, theirs, 0)
         return number, ours
 
     def context(self) -> Context:

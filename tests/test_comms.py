@@ -164,3 +164,15 @@ def test_no_rank_tables_with_hixl(peers: Peers) -> None:
     member = peers.make(20, local_comm_res="", transfer_backend="hixl")
     good = table([{"device_ip": "127.0.0.1"}] * 2)
     expect(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, lambda: member.call(link_only, "x", {20: 0, 21: 1}, good))
+
+
+def test_finalize_ends_rank_table_links_on_the_side_that_listens(peers: Peers) -> None:
+    """While one is still being made, and when it is there."""
+    for complete in (False, True):
+        members = members_of(peers, 2)
+        devices = [{"device_ip": "127.0.0.1", "device_port": free_port()} for _ in members]
+        if complete:
+            assert link_all(members, table(devices)) == [OK] * 2
+        else:
+            members[0].call(link_only, "group", {20: 0, 21: 1}, table(devices))
+        members[0].call("finalize")

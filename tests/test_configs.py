@@ -45,6 +45,8 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("allow_multiple_instances", False),
     ("paths", None),
     ("huge_pages", True),
+    ("strict_constraints", False),
+    ("metrics", False),
     ("verify_transfers", False),
 ]
 
@@ -128,9 +130,16 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("huge_pages", True, {"llm.HugePages": "1"}),
     ("huge_pages", False, {"llm.HugePages": "0"}),
     ("huge_pages", None, {}),
+    ("strict_constraints", True, {"llm.StrictConstraints": "1"}),
+    ("strict_constraints", False, {"llm.StrictConstraints": "0"}),
+    ("strict_constraints", None, {}),
+    ("metrics", True, {"llm.Metrics": "1"}),
+    ("metrics", None, {}),
     ("verify_transfers", True, {"llm.VerifyTransfers": "1"}),
     ("verify_transfers", False, {"llm.VerifyTransfers": "0"}),
     ("verify_transfers", None, {}),
+    ("heartbeat_interval_ms", 0, {"llm.HeartbeatIntervalMs": "0"}),
+    ("heartbeat_timeout_ms", 2**31 - 1, {"llm.HeartbeatTimeoutMs": "2147483647"}),
 ]
 
 
@@ -175,6 +184,8 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "enable_switch_role",
             "allow_multiple_instances",
             "huge_pages",
+            "strict_constraints",
+            "metrics",
             "verify_transfers",
         )
         for wrong in (1, 0, "1", "True")
@@ -342,3 +353,10 @@ def test_parse_listen_ip_info_refuses(text: Any, failure: Any) -> None:
 
 def test_ipv6_without_brackets_is_answered_with_an_example() -> None:
     expect(PI, lambda: parse_listen_ip_info("::1:26000"), match=r"\[fd00::2\]:26000")
+
+
+def test_cluster_info_that_is_nested_too_deeply() -> None:
+    config = LLMConfig()
+    with pytest.raises(ValueError, match="cluster_info is nested too deeply"):
+        config.cluster_info = "[" * 100_000
+    assert config.cluster_info == ""

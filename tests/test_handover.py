@@ -24,6 +24,7 @@ from llm_datadist.net.workers import Workers
 from llm_datadist.paths.base import Context, PathRejectedError, Peer
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.framing import ProtocolError
 from llm_datadist.wire.handover import MAX_AREAS, Handover, SharedArea, decode, encode
 from llm_datadist.wire.messages import Identity, Offer
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from llm_datadist.net.loop import Loop
 
 TOKEN = b"0123456789abcdef"
+REQUEST = handover_request(b"key of the link", TOKEN)
 PAGE = 4096
 POOL_BYTES = 8 * PAGE
 
@@ -61,7 +63,7 @@ def pool() -> Iterator[MemoryPool]:
 
 @pytest.fixture
 def server(loop: Loop, table: RegionTable, pool: MemoryPool) -> Iterator[HandoverServer]:
-    made = HandoverServer([*table.areas, pool.area], loop, lambda token: token == TOKEN)
+    made = HandoverServer([*table.areas, pool.area], loop, lambda request: request == REQUEST)
     yield made
     made.close()
 
@@ -80,10 +82,10 @@ def memfd(size: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 # The owner's end
 
 
-def test_whoever_knows_the_token_gets_the_descriptors(
+def test_whoever_proves_to_belong_to_the_link_gets_the_descriptors(
     server: HandoverServer, table: RegionTable, pool: MemoryPool
 ) -> None:
-    parcel = fetch(server.name, TOKEN, soon())
+    parcel = fetch(server.name, REQUEST, soon())
     for got, given in zip(parcel.areas, (*table.areas, pool.area), strict=True):
         assert got[1:] == given[1:]
         assert os.fstat(got.fd).st_ino == os.fstat(given.fd).st_ino
@@ -93,7 +95,7 @@ def test_whoever_knows_the_token_gets_the_descriptors(
 
 
 def test_a_receiver_can_read_the_region_table_only(server: HandoverServer, table: RegionTable) -> None:
-    parcel = fetch(server.name, TOKEN, soon())
+    parcel = fetch(server.name, REQUEST, soon())
     fd, _, length = parcel.areas[0]
     with pytest.raises(PermissionError):
         mmap.mmap(fd, length)
@@ -108,32 +110,36 @@ def test_a_receiver_can_read_the_region_table_only(server: HandoverServer, table
     parcel.connection.close()
 
 
-@pytest.mark.parametrize("token", [bytes(16), TOKEN[:15], TOKEN + b"g", b"x"])
-def test_others_get_none(server: HandoverServer, token: bytes) -> None:
+@pytest.mark.parametrize(
+    "request_",
+    [bytes(48), TOKEN, handover_request(b"", TOKEN), REQUEST[:47], REQUEST + b"g", b"x"],
+    ids=["zeros", "the token alone", "without the key", "short", "long", "one byte"],
+)
+def test_others_get_none(server: HandoverServer, request_: bytes) -> None:
     before = descriptors()
     with logged() as records, pytest.raises(ProtocolError, match="the peer refused"):
-        fetch(server.name, token, soon())
-    assert "not the token of a link" in records[0].getMessage()
+        fetch(server.name, request_, soon())
+    assert "not the proof of a link" in records[0].getMessage()
     settle(server._loop)
     assert descriptors() == before
 
 
 def test_each_link_gets_them_once_at_a_time(server: HandoverServer, loop: Loop) -> None:
-    first = fetch(server.name, TOKEN, soon())
+    first = fetch(server.name, REQUEST, soon())
     with logged(), pytest.raises(ProtocolError, match="the peer refused"):
-        fetch(server.name, TOKEN, soon())
+        fetch(server.name, REQUEST, soon())
     first.close_descriptors()
     first.connection.close()
     settle(loop)
     settle(loop)
-    second = fetch(server.name, TOKEN, soon())
+    second = fetch(server.name, REQUEST, soon())
     second.close_descriptors()
     second.connection.close()
 
 
 @pytest.mark.parametrize("how", ["give_up", "close"])
 def test_the_connection_ends_with_the_link_and_with_the_owner(server: HandoverServer, how: str) -> None:
-    parcel = fetch(server.name, TOKEN, soon())
+    parcel = fetch(server.name, REQUEST, soon())
     parcel.close_descriptors()
     if how == "give_up":
         server.give_up(bytes(16))
@@ -205,7 +211,7 @@ def test_other_than_the_announced_descriptors_are_refused(count: int, came: int)
             owner(announced(*[PAGE] * count), fds) as name,
             pytest.raises(ProtocolError, match=f"{count} descriptors were announced"),
         ):
-            fetch(name, TOKEN, soon())
+            fetch(name, REQUEST, soon())
     assert descriptors() == before
 
 
@@ -214,7 +220,7 @@ def test_malformed_answers_are_refused(packet: bytes) -> None:
     before = descriptors()
     fd = memfd(PAGE)
     with owner(packet, [fd]) as name, pytest.raises(ProtocolError, match="malformed hand-over"):
-        fetch(name, TOKEN, soon())
+        fetch(name, REQUEST, soon())
     os.close(fd)
     assert descriptors() == before
 
@@ -229,7 +235,7 @@ def test_messages_out_of_bounds_are_refused(areas: list[tuple[int, int]]) -> Non
 def test_an_owner_that_is_silent_is_waited_for_until_the_deadline() -> None:
     before = descriptors()
     with owner(b"", [], silent=True) as name, pytest.raises(BlockingIOError):
-        fetch(name, TOKEN, Deadline.after(0.05))
+        fetch(name, REQUEST, Deadline.after(0.05))
     assert descriptors() == before
 
 
@@ -239,7 +245,7 @@ def test_an_owner_who_is_another_user_does_not_learn_the_token(monkeypatch: pyte
         owner(announced(PAGE), []) as name,
         pytest.raises(ProtocolError, match=f"the peer runs as user {os.geteuid()}"),
     ):
-        fetch(name, TOKEN, soon())
+        fetch(name, REQUEST, soon())
 
 
 # What is mapped
@@ -314,7 +320,7 @@ def _context(table: RegionTable) -> Context:
         copy_threads=1,
         open_data=lambda _count, _deadline: [],
         fence=lambda _numbers, _deadline: True,
-        token=TOKEN,
+        token=REQUEST,
     )
 
 

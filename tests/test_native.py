@@ -12,7 +12,7 @@ from llm_datadist.native.descriptors import cache_spec
 from llm_datadist.native.options import engine_options
 from llm_datadist.native.selections import block_ids, layers
 from llm_datadist.native.statuses import RefusedError, failed, public
-from llm_datadist.status import LLMException
+from llm_datadist.status import EXCEPTIONS, LLMException
 from llm_datadist.status import LLMStatusCode as Code
 
 if TYPE_CHECKING:
@@ -289,6 +289,14 @@ def test_whatever_goes_wrong_is_a_status(here: Member, monkeypatch: pytest.Monke
     assert here.engine.pull_cache((2, 1, 0), 1, 0, -1) == Code.LLM_FAILED
     raw = LLMException("device", status_code=Code.LLM_DEVICE_MEM_ERROR)
     assert failed("PullKvCache", raw) == Code.LLM_FAILED
+
+
+@pytest.mark.parametrize("code", EXCEPTIONS)
+def test_every_exception_becomes_its_status(code: Code) -> None:
+    """Python's own are LLM_FAILED, those of the library that are both are not."""
+    assert failed("PullKvCache", EXCEPTIONS[code]("text")) == code
+    for kind in (TimeoutError, ConnectionError, ValueError, LookupError, MemoryError):
+        assert failed("PullKvCache", kind("text")) == Code.LLM_FAILED
 
 
 # ---------------------------------------------------------------- the library for pip users

@@ -247,9 +247,20 @@ def test_close_runs_what_was_queued_and_is_idempotent() -> None:
         assert seen == ["queued", "nested"]
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-        loop.call_soon(lambda: seen.append("too late"))
         loop.call_later(0, lambda: seen.append("too late")).cancel()
         assert seen == ["queued", "nested"]
+
+
+def test_what_comes_after_the_end_is_done_by_the_caller() -> None:
+    with running_loop() as loop:
+        pass
+    seen: list[object] = []
+    loop.call_soon(lambda: seen.append(threading.get_ident()))
+    assert seen == [threading.get_ident()]
+    left, right = tcp_pair()
+    with left, right:
+        assert not loop.watch(left, READ, lambda _events: None)
+        loop.unwatch(left)
 
 
 def test_close_from_a_callback_does_not_wait_for_itself() -> None:

@@ -392,3 +392,39 @@ def test_remote_address(ends: tuple[End, End]) -> None:
     left, right = ends
     assert left.channel.remote_address == right.channel._sock.getsockname()
     assert right.channel.remote_address == left.channel._sock.getsockname()
+
+
+def test_remote_address_of_a_connection_that_is_gone(ends: tuple[End, End]) -> None:
+    left, right = ends
+    address = right.channel._sock.getsockname()
+    left.channel.close("test")
+    assert left.channel.wait_over(soon())
+    settle(left.channel._loop)
+    assert left.channel.remote_address == address
+
+
+def test_a_connection_that_was_reset_before_it_is_taken_over() -> None:
+    ours, theirs = tcp_pair()
+    theirs.close()
+    ours.shutdown(socket.SHUT_RDWR)
+    assert receive(ours, 1) == b""
+    with running_loop() as loop:
+        channel = Channel(ours, loop)
+        assert channel.remote_address == ("unknown", 0)
+        channel.start()
+        assert channel.wait_over(soon())
+        settle(loop)
+
+
+def test_a_connection_that_comes_after_the_end_of_the_loop_is_closed() -> None:
+    with running_loop() as loop:
+        pass
+    ours, theirs = tcp_pair()
+    with theirs:
+        channel = Channel(ours, loop)
+        channel.start()
+        assert channel.wait_over(soon())
+        assert ours.fileno() == -1
+        assert ended(theirs)
+        with pytest.raises(ChannelClosedError, match="this engine has been finalized"):
+            channel.request(Fetch(), soon())

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist.net import listener as module
-from llm_datadist.net.listener import Listener, connect
+from llm_datadist.net.dial import connect
+from llm_datadist.net.listener import Listener
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import framing
 from llm_datadist.wire.data import GREETING_BYTES, Greeting
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from llm_datadist.net.loop import Loop
 
 CONTROL, DATA = framing.preamble(Kind.CONTROL), framing.preamble(Kind.DATA)
-GREETING = Greeting(b"0123456789abcdef", 7, serve=True)
+GREETING = Greeting.make(b"", b"0123456789abcdef", 7, serve=True)
 
 
 class Door:
@@ -122,7 +123,7 @@ def test_connections_that_say_nothing_keep_nobody_waiting(door: Door) -> None:
         bytes(8),
         b"LLMDC\x02\0\0",
         b"LLMDX\x01\0\0",
-        DATA + GREETING.encode()[:24] + b"\x02" + bytes(7),
+        DATA + GREETING.encode()[:24] + b"\x02" + bytes(39),
         b"\x16\x03\x01\x00\xa5\x01\x00\x00",
     ],
     ids=lambda stream: stream[:8].hex(),

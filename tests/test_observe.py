@@ -35,6 +35,7 @@ from llm_datadist.observe.otel import OtelSpans
 from llm_datadist.observe.prometheus import Collector
 from llm_datadist.observe.trace_file import MAX_EVENTS, join
 from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +95,7 @@ class TestRecorder:
     def test_a_watched_transfer_is_told_with_its_steps(self) -> None:
         recorder, kept = Recorder(), Kept()
         recorder.add(kept)
-        with recorder.watch(9, "push_blocks", 4) as watch:
+        with recorder.watch(Deadline.after(9, 9), "push_blocks", 4) as watch:
             watch.enter(Phase.PLAN)
             watch.enter(Phase.COPY)
             watch.over("mapped", 77)
@@ -104,6 +105,19 @@ class TestRecorder:
         plan, copy = event.steps
         assert (plan.phase, copy.phase) == (Phase.PLAN, Phase.COPY)
         assert event.start_ns <= plan.start_ns <= plan.end_ns == copy.start_ns <= copy.end_ns == event.end_ns
+
+    def test_time_in_the_queue_is_a_step_of_its_own(self) -> None:
+        recorder, kept = Recorder(), Kept()
+        recorder.add(kept)
+        deadline = Deadline.after(9, 9)
+        with recorder.watch(deadline, "pull_blocks", 4) as watch:
+            watch.enter(Phase.COPY)
+            deadline.queued_s = 1e-9
+        (event,) = kept.transfers
+        queue, copy = event.steps
+        assert (queue.phase, copy.phase) == (Phase.QUEUE, Phase.COPY)
+        assert queue.end_ns - queue.start_ns == 1
+        assert queue.end_ns == copy.start_ns
 
     @pytest.mark.parametrize(
         ("error", "status"),
@@ -116,7 +130,7 @@ class TestRecorder:
     def test_a_failure_is_told_and_goes_on(self, error: BaseException, status: str) -> None:
         recorder, kept = Recorder(), Kept()
         recorder.add(kept)
-        watch = recorder.watch(1, "pull_cache", 4)
+        watch = recorder.watch(Deadline.after(1), "pull_cache", 4)
         watch.enter(Phase.LOOKUP)
         with pytest.raises(type(error)), watch:
             raise error
@@ -125,8 +139,8 @@ class TestRecorder:
     def test_without_observers_nothing_is_measured(self) -> None:
         recorder = Recorder()
         assert not recorder.active
-        assert recorder.watch(1, "pull_cache", 4) is recorder.watch(2, "push_cache", 5)
-        with recorder.watch(1, "pull_cache", 4) as watch:
+        assert recorder.watch(Deadline.after(1), "pull_cache", 4) is recorder.watch(Deadline.after(1), "push_cache", 5)
+        with recorder.watch(Deadline.after(1), "pull_cache", 4) as watch:
             assert not watch.active
 
     def test_an_observer_that_fails_harms_nobody(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import pytest
@@ -25,9 +26,8 @@ TOO_LONG = "9" * 5000
 
 @pytest.fixture(autouse=True)
 def environment_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LLM_DATADIST_PATHS", raising=False)
-    monkeypatch.delenv("LLM_DATADIST_HUGE_PAGES", raising=False)
-    monkeypatch.delenv("LLM_DATADIST_VERIFY_TRANSFERS", raising=False)
+    for name in [name for name in os.environ if name.startswith("LLM_DATADIST_")]:
+        monkeypatch.delenv(name)
 
 
 def parse(**options: str) -> EngineOptions:
@@ -59,7 +59,14 @@ def test_defaults() -> None:
         "max_registered_addrs": 240,
         "paths": PATHS,
         "huge_pages": True,
+        "strict_constraints": False,
+        "metrics": False,
         "verify_transfers": False,
+        "secret": None,
+        "tls": None,
+        "allow_insecure_remote": False,
+        "heartbeat_interval_ms": 10_000,
+        "heartbeat_timeout_ms": 60_000,
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)

@@ -22,6 +22,7 @@ from llm_datadist.memory import syscalls
 from llm_datadist.memory.regions import CAPACITY, ROW_BYTES, RegionError, RegionTable, RegionView
 from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
+from llm_datadist.observe.recorder import Recorder
 from llm_datadist.paths.base import Context, PathTimeoutError
 from llm_datadist.paths.tcp import TcpPath
 from llm_datadist.paths.tcp_server import DataServer
@@ -238,12 +239,12 @@ def test_timers_of_any_length_leave_the_loop_alive() -> None:
 def test_a_connection_that_was_given_up_is_not_served_when_it_arrives() -> None:
     """The fence has answered for it already."""
     table, loop, workers = RegionTable(), Loop("test-fence"), Workers("test-fence", 1)
-    server = DataServer(table, loop, workers)
+    server = DataServer(table, loop, workers, Recorder())
     done = threading.Event()
     server.give_up(b"t" * 16, [5], done.set)
     assert done.wait(TIMEOUT_S)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    server.add(b"t" * 16, 5, theirs)
+    server.add(b"t" * 16, 5, theirs, 0)
     ours.settimeout(TIMEOUT_S)
     assert ours.recv(1) == b""
     ours.close()

@@ -433,7 +433,7 @@ def test_small_transfers_do_not_wait_for_a_large_one(peers: Peers) -> None:
     assert [each.result(TIMEOUT_S) for each in large] == [None] * 3
 
 
-@pytest.mark.parametrize("greeting", [b"", Greeting(b"?" * 16, 1, serve=True).encode(), b"\xff" * 32])
+@pytest.mark.parametrize("greeting", [b"", Greeting.make(b"", b"?" * 16, 1, serve=True).encode(), b"\xff" * 64])
 def test_a_stranger_on_a_data_connection(peers: Peers, greeting: bytes) -> None:
     """Whatever it sends after the preamble, it reads nothing and disturbs nobody."""
     client, server = make_pair(peers, "tcp")

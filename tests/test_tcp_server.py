@@ -241,3 +241,11 @@ def test_connections_that_end_in_the_middle_are_forgotten(part: int) -> None:
         assert done.wait(WAIT_S)
         assert made.table.wait_unused(mine.regions, soon())
         assert made.server.count(TOKEN) == 0
+
+
+def test_a_connection_that_comes_after_the_end_is_closed() -> None:
+    with owner() as made:
+        made.server.close()
+        _, asking = made.connect()
+        with asking:
+            assert ended(asking)

@@ -34,12 +34,14 @@ U32_MAX, U64_MAX = 2**32 - 1, 2**64 - 1
 # Preamble
 
 
+@pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("kind", Kind)
-def test_preamble_round_trip(kind: Kind) -> None:
-    assert len(preamble(kind)) == PREAMBLE_SIZE
-    assert preamble(kind)[:4] == b"LLMD"
-    for view in (preamble(kind), bytearray(preamble(kind)), memoryview(preamble(kind))):
-        assert parse_preamble(view) is kind
+def test_preamble_round_trip(kind: Kind, tls: bool) -> None:
+    made = preamble(kind, tls=tls)
+    assert len(made) == PREAMBLE_SIZE
+    assert made[:4] == b"LLMD"
+    for view in (made, bytearray(made), memoryview(made)):
+        assert parse_preamble(view) == (kind, tls)
 
 
 def test_preambles_of_the_kinds_differ() -> None:
@@ -54,6 +56,7 @@ def test_preambles_of_the_kinds_differ() -> None:
         (bytes(8), "not an llm-datadist connection"),
         (b"LLMDC\x02\0\0", "format 2 is not supported, this side speaks format 1"),
         (b"LLMDC\0\0\0", "format 0 is not supported"),
+        (b"LLMDC\x01\x02\0", "connection security 2 is not supported"),
         (b"LLMDX\x01\0\0", "unknown connection kind b'X'"),
         (b"llmdC\x01\0\0", "not an llm-datadist connection"),
     ],
@@ -71,10 +74,10 @@ def test_strangers_are_known_by_their_preamble(head: bytes, match: str) -> None:
 @example(head=b"LLMDC\x01")
 def test_preamble_of_any_bytes(head: bytes) -> None:
     try:
-        kind = parse_preamble(head)
+        kind, tls = parse_preamble(head)
     except ProtocolError:
         return
-    assert head[:6] == preamble(kind)[:6]
+    assert head[:7] == preamble(kind, tls=tls)[:7]
     assert len(head) >= PREAMBLE_SIZE
 
 
@@ -171,15 +174,20 @@ def test_this_version_speaks_with_itself_and_with_a_newer_one() -> None:
 
 
 @USUAL
-@given(token=st.binary(min_size=16, max_size=16), connection=st.integers(0, U64_MAX), serve=st.booleans())
-def test_greeting_round_trip(token: bytes, connection: int, serve: bool) -> None:
-    greeting = Greeting(token, connection, serve)
+@given(
+    key=st.binary(max_size=40),
+    token=st.binary(min_size=16, max_size=16),
+    connection=st.integers(0, U64_MAX),
+    serve=st.booleans(),
+)
+def test_greeting_round_trip(key: bytes, token: bytes, connection: int, serve: bool) -> None:
+    greeting = Greeting.make(key, token, connection, serve=serve)
     assert len(greeting.encode()) == data.GREETING_BYTES
     assert Greeting.decode(greeting.encode()) == greeting
 
 
 @USUAL
-@given(raw=st.one_of(st.binary(max_size=40), st.binary(min_size=data.GREETING_BYTES, max_size=data.GREETING_BYTES)))
+@given(raw=st.one_of(st.binary(max_size=80), st.binary(min_size=data.GREETING_BYTES, max_size=data.GREETING_BYTES)))
 def test_greeting_of_any_bytes(raw: bytes) -> None:
     valid = len(raw) == data.GREETING_BYTES and raw[24] in (0, 1)
     if valid:
@@ -218,12 +226,13 @@ def test_the_largest_requests(tensors: int, runs: int) -> None:
 
 
 def request_bytes(**changes: int) -> bytes:
-    fields = {"magic": 0x4C4C4451, "op": 1, "tensors": 2, "runs": 7, "timeout": 5, "epoch": 3, "total": 8} | changes
-    return struct.pack("<IHHIIQQ", *fields.values())
+    fields = {"magic": 0x4C4C4451, "op": 1, "tensors": 2, "runs": 7, "timeout": 5, "epoch": 3, "total": 8}
+    fields |= {"transfer_id": 6} | changes
+    return struct.pack("<IHHIIQQQ", *fields.values())
 
 
 def test_the_bytes_of_a_request_are_these() -> None:
-    assert Request(Op.READ, 2, 7, 3, 8, 5).encode() == request_bytes()
+    assert Request(Op.READ, 2, 7, 3, 8, 5, 6).encode() == request_bytes()
 
 
 @pytest.mark.parametrize(

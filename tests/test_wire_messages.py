@@ -40,6 +40,9 @@ offers = st.builds(
     nonce=st.binary(min_size=16, max_size=64),
     table_fd=st.integers(0, 2**31 - 1),
     paths=st.lists(name, max_size=4),
+    handover=st.none() | name,
+    digest=st.none() | name,
+    dumpable=st.booleans(),
 )
 caches = st.builds(
     messages.CacheInfo,
@@ -61,7 +64,11 @@ key_refs = st.builds(
     batch_index=u32,
     blocks=st.booleans(),
 )
+nonce = st.binary(min_size=32, max_size=32)
 BODIES: dict[type, st.SearchStrategy[Any]] = {
+    messages.Greet: st.builds(messages.Greet, nonce=nonce),
+    messages.Challenge: st.builds(messages.Challenge, nonce=nonce),
+    messages.Sealed: st.builds(messages.Sealed, payload=st.binary(max_size=64), proof=nonce),
     messages.Hello: st.builds(
         messages.Hello,
         versions=st.tuples(u32, u32),
@@ -86,6 +93,8 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     messages.Resolved: st.builds(
         messages.Resolved, regions=st.lists(u64, max_size=4), offsets=st.lists(size, max_size=4)
     ),
+    messages.Digest: st.builds(messages.Digest, spans=st.binary(max_size=64)),
+    messages.Digested: st.builds(messages.Digested, value=u64),
     messages.Drain: st.builds(messages.Drain),
     messages.Ping: st.builds(messages.Ping, link_token=token),
     messages.Join: st.builds(messages.Join, comm=name),
@@ -152,6 +161,11 @@ def example(kind: type) -> dict[str, Any]:
         messages.OpenData: {"count": 1},
         messages.Fence: {"connections": [1]},
         messages.Confirm: {"path": "tcp"},
+        messages.Digest: {"spans": b""},
+        messages.Digested: {"value": 1},
+        messages.Greet: {"nonce": bytes(32)},
+        messages.Challenge: {"nonce": bytes(32)},
+        messages.Sealed: {"payload": b"p", "proof": bytes(32)},
     }[kind]
 
 
@@ -170,6 +184,13 @@ def tampered(kind: type, path: str, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "path", "value"),
     [
+        (messages.Greet, "nonce", bytes(31)),
+        (messages.Digest, "spans", bytes((1 << 18) + 1)),
+        (messages.Digested, "value", -1),
+        (messages.Challenge, "nonce", bytes(33)),
+        (messages.Sealed, "proof", bytes(31)),
+        (messages.Sealed, "proof", bytes(33)),
+        (messages.Sealed, "payload", bytes(messages.MAX_INTRODUCTION + 1)),
         (messages.Hello, "versions", [1]),
         (messages.Hello, "versions", [1, 2, 3]),
         (messages.Hello, "versions.0", -1),

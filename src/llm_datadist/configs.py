@@ -183,6 +183,13 @@ def _text(name: str, value: str | None) -> str | None:
     return value
 
 
+def _hidden_text(name: str, value: str | None) -> str | None:
+    if value is not None and not isinstance(value, str):
+        message = f"{name} only support a str, but got a {type(value).__name__}"  # not the value: it may be the secret
+        raise TypeError(message)
+    return value
+
+
 def _flag(name: str, value: bool | None) -> bool | None:  # noqa: FBT001 - the value of the property
     utils.check_isinstance(name, value, bool)
     return value
@@ -242,6 +249,14 @@ def _str_dict(name: str, value: dict[str, str]) -> dict[str, str]:
 
 def _cluster_info(name: str, value: str) -> str:
     utils.check_isinstance(name, value, str, allow_none=False)
+    try:
+        return _with_text_ips(name, value)
+    except RecursionError as error:
+        message = f"{name} is nested too deeply: give a JSON object like {{}}"
+        raise ValueError(message) from error
+
+
+def _with_text_ips(name: str, value: str) -> str:
     info = json.loads(value)
     raise_if_false(isinstance(info, dict), "{} must be a JSON object, but got {!r}", name, value)
     for listener in info.get("listen_ip_info", ()):
@@ -267,7 +282,10 @@ class LlmConfig:
         dict, _str_dict, {}, "dict of str to str: raw options. A named property wins over the same key here."
     )
     device_id: _Option[int | list[int] | tuple[int, ...] | None] = _Option(
-        _device_entries, _device_id, None, "Device to use, or a list or tuple of ids, of which init takes only one."
+        _device_entries,
+        _device_id,
+        None,
+        "Device to use, or a list or tuple of ids, of which init takes only one; 0 if not set.",
     )
     sync_kv_timeout: _Option[int | str | None] = _Option(
         "llm.SyncKvCacheWaitTime",
@@ -308,16 +326,25 @@ class LlmConfig:
         "Implied by local_comm_res (not shown when read here).",
     )
     link_total_time: _Option[int] = _Option(
-        "llm.LinkTotalTime", _number_in(0, utils.UINT32_MAX, int), 0, "Seconds that link() may take to prepare memory."
+        "llm.LinkTotalTime",
+        _number_in(0, utils.UINT32_MAX, int),
+        0,
+        "Seconds within which a link of link() becomes OK or FAILED; 0 is 120.",
     )
     link_retry_count: _Option[int] = _Option(
-        "llm.LinkRetryCount", _number_in(1, 100, int), 1, "How often link() tries to reach a peer, 1 to 100."
+        "llm.LinkRetryCount",
+        _number_in(1, 100, int),
+        1,
+        "1 to 100; accepted, not used: link() tries to reach a peer again until link_total_time is over.",
     )
     rdma_traffic_class: _Option[int | None] = _Option(
-        "llm.RdmaTrafficClass", _uint32, None, "Traffic class for RDMA paths, unsigned 32 bits."
+        "llm.RdmaTrafficClass",
+        _uint32,
+        None,
+        "Unsigned 32 bits; accepted, not used. With 'hixl' it must be a multiple of 4 up to 255.",
     )
     rdma_service_level: _Option[int | None] = _Option(
-        "llm.RdmaServiceLevel", _uint32, None, "Service level for RDMA paths, unsigned 32 bits."
+        "llm.RdmaServiceLevel", _uint32, None, "Unsigned 32 bits; accepted, not used. With 'hixl' it must be at most 7."
     )
     local_comm_res: _Text = _Option(
         "llm.LocalCommRes",
@@ -326,10 +353,14 @@ class LlmConfig:
         "Once set, even to '', init turns enable_cache_manager and enable_remote_cache_accessible on if not set.",
     )
     transfer_backend: _Text = _Option(
-        "llm.TransferBackend", _text, "", "'hixl', or do not set it: init refuses anything else, also ''."
+        "llm.TransferBackend",
+        _text,
+        "",
+        "'hixl', or do not set it: init refuses anything else, also ''. With 'hixl' each side makes its own link, "
+        "addresses are not needed to unlink, and there are no rank tables.",
     )
     global_resource_config: _Text = _Option(
-        "llm.GlobalResourceConfig", _text, "", "JSON text for transfer_backend 'hixl'."
+        "llm.GlobalResourceConfig", _text, "", "Accepted, not used. With 'hixl' it must be a JSON object."
     )
     mem_utilization: _Option[float] = _Option(
         "llm.MemoryUtilization", _number_in(0.0, 1.0, float), 0.95, "0.0 to 1.0; accepted, not used."
@@ -359,7 +390,7 @@ class LlmConfig:
         "llm.AllowMultipleInstances",
         _flag,
         False,  # noqa: FBT003 - the default of the property
-        "Whether init may succeed while another LLMDataDist of this process is initialised.",
+        "Whether init may succeed although another LLMDataDist of this process is initialised.",
     )
     paths: _Text = _Option(
         "llm.Paths",
@@ -375,6 +406,13 @@ class LlmConfig:
         "Whether memory of caches is moved into huge pages, which can double the speed of copies on one host. "
         "Registering may take longer by 1 s and 0.5 s a GiB. None: as LLM_DATADIST_HUGE_PAGES says, else True.",
     )
+    metrics: _Flag = _Option(
+        "llm.Metrics",
+        _flag,
+        False,  # noqa: FBT003 - the default of the property
+        "Whether transfers are counted and timed, for LLMDataDist.metrics() and exporters; costs about a microsecond "
+        "each. None: as LLM_DATADIST_METRICS says, else False.",
+    )
     verify_transfers: _Flag = _Option(
         "llm.VerifyTransfers",
         _flag,
@@ -389,6 +427,46 @@ class LlmConfig:
         False,  # noqa: FBT003 - the default of the property
         "Whether documented constraints of the original that this library does not have are errors, too: for programs "
         "that will be deployed there. docs/compatibility.md lists them.",
+    )
+
+    secret: _Text = _Option(
+        "llm.Secret",
+        _hidden_text,
+        None,
+        "Secret of 16 bytes or more that both sides of a link must know; rather use secret_file, options get printed. "
+        "None: as secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE says, else there is none.",
+    )
+    secret_file: _Text = _Option(
+        "llm.SecretFile", _text, None, "File that holds the secret; line ends after it are left out."
+    )
+    tls_cert: _Text = _Option(
+        "llm.TlsCert",
+        _text,
+        None,
+        "PEM file with the certificate of this side. With it, tls_key and tls_ca all connections use TLS 1.3, and both "
+        "sides must show a certificate of the CA. All None: as LLM_DATADIST_TLS_CERT, _KEY, _CA say, else no TLS.",
+    )
+    tls_key: _Text = _Option("llm.TlsKey", _text, None, "PEM file with the key of tls_cert, without a password.")
+    tls_ca: _Text = _Option("llm.TlsCa", _text, None, "PEM file with the CA certificates whose holders may be linked.")
+    allow_insecure_remote: _Flag = _Option(
+        "llm.AllowInsecureRemote",
+        _flag,
+        False,  # noqa: FBT003 - the default of the property
+        "Whether peers on other hosts are linked without secret and without TLS. "
+        "None: as LLM_DATADIST_ALLOW_INSECURE_REMOTE says, else False.",
+    )
+    heartbeat_interval_ms: _Option[int] = _Option(
+        "llm.HeartbeatIntervalMs",
+        _number_in(0, utils.INT32_MAX, int),
+        10_000,
+        "Milliseconds of silence after which a linked peer is asked for a sign of life; 0: never.",
+    )
+    heartbeat_timeout_ms: _Option[int] = _Option(
+        "llm.HeartbeatTimeoutMs",
+        _number_in(1, utils.INT32_MAX, int),
+        60_000,
+        "Milliseconds without that sign of life after which the link is given up. A background thread of the peer "
+        "answers, so a busy interpreter does not matter, but one that an extension holds for so long does.",
     )
 
     def __init__(self) -> None:

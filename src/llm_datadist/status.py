@@ -100,6 +100,7 @@ class LLMException(RuntimeError):  # noqa: N818 - the original's public name
         hint: what to do about it.
         quiescent: False if the peer could not confirm that it has stopped writing: do not use the destination until the
             link has ended. Else no byte of it changes any more.
+        transfer_id: names the transfer, 64 bits, in traces and in the logs of both sides, there in hexadecimal.
     """
 
     default_code: ClassVar[LLMStatusCode] = LLMStatusCode.LLM_SUCCESS
@@ -123,6 +124,7 @@ class LLMException(RuntimeError):  # noqa: N818 - the original's public name
         retryable: bool = False,
         hint: str | None = None,
         quiescent: bool = True,
+        transfer_id: int | None = None,
     ) -> None:
         super().__init__(*args)
         self._status_code = self.default_code if status_code is None else status_code
@@ -136,6 +138,7 @@ class LLMException(RuntimeError):  # noqa: N818 - the original's public name
         self.retryable = retryable
         self.hint = hint
         self.quiescent = quiescent
+        self.transfer_id = transfer_id
 
     @property
     def status_code(self) -> LLMStatusCode:
@@ -159,6 +162,7 @@ _FIELDS: Final = (
     "retryable",
     "hint",
     "quiescent",
+    "transfer_id",
 )
 
 
@@ -245,7 +249,10 @@ class LLMExistLinkError(LLMException):
 
 
 class LLMFeatureNotEnabledError(LLMException):
-    """Allocation calls without a pool; rank tables or another listen address with `hixl`."""
+    """Allocation calls without a pool; rank tables or another listen address with `hixl`.
+
+    Also `verify_transfers` with a peer that lacks the extra `verify`.
+    """
 
     default_code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     recoverable = "no"
@@ -261,18 +268,21 @@ class LLMOutOfMemoryError(LLMException, MemoryError):
 
 
 class LLMLinkBusyError(LLMException):
-    """`unregister_cache` and its kind: transfers still use the memory."""
+    """`unregister_cache` and its kind: transfers still use the memory.
+
+    Or a peer on this host that was given up has not confirmed that it stopped.
+    """
 
     default_code = LLMStatusCode.LLM_LINK_BUSY
     recoverable = "yes"
-    remedy = "keep the memory mapped, call again"
+    remedy = "keep the memory mapped, call again; end the process that the text or the log names"
 
 
 class LLMFailedError(LLMException):
     """Anything else.
 
     A second instance, a port that is taken, memory that is registered but not mapped, a broken data connection, use
-    after a fork or after `finalize`.
+    after a fork or after `finalize`; bytes that differ after a transfer with `verify_transfers` (phase `confirm`).
     """
 
     default_code = LLMStatusCode.LLM_FAILED

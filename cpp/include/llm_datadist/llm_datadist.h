@@ -212,8 +212,9 @@ class ASCEND_FUNC_VISIBILITY LlmDataDist {
    * @param [in] options OPTION_DEVICE_ID is mandatory. Besides the OPTION_ constants: "llm.MemPoolConfig" and
    *   "llm.HostMemPoolConfig", {"memory_size": bytes, "page_shift": 16}, pools for AllocateCache; "llm.Paths", a comma
    *   list of transfer paths in order of preference; "llm.MaxRegisteredAddrs", 240 without it; "llm.HugePages", "0" to
-   *   leave the memory of caches in the pages it has; "llm.VerifyTransfers", "1" to compare the bytes of both sides after
-   *   each transfer.
+   *   leave the memory of caches in the pages it has; "llm.StrictConstraints", "1" to make documented constraints of the
+   *   original errors (docs/compatibility.md); "llm.VerifyTransfers", "1" to compare the bytes of both sides after each
+   *   transfer.
    * @retval LLM_SUCCESS
    * @retval LLM_PARAM_INVALID wrong role or option
    * @retval LLM_OUT_OF_MEMORY no memory for a pool

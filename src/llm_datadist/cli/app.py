@@ -12,8 +12,10 @@ from llm_datadist.cli.bench import options
 from llm_datadist.cli.bench.results import Order
 from llm_datadist.cli.bench.workload import FULL, QUICK, Kind, Workload, parse_block_sizes
 from llm_datadist.cli.demo import run
+from llm_datadist.cli.doctor import command as doctor_command
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.plan import PathName, Plan
+from llm_datadist.cli.soak import command as soak_command
 from llm_datadist.native.build import main as native_main
 
 if TYPE_CHECKING:
@@ -93,6 +95,33 @@ def bench(  # noqa: PLR0913 - one argument an option
     )
     outputs = bench_command.Outputs(json, report)
     raise typer.Exit(_interruptible("bench", lambda: bench_command.run(workload, outputs)))
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long; a round under way is finished.")] = 20.0,
+    processes: Annotated[int, typer.Option(min=2, max=16, help="The first one is never killed.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of operations, block tables, contents and disturbances.")] = 1,
+) -> None:
+    """Let processes make every kind of transfer over every path, kill, stop and restart them, and verify every byte.
+
+    Ends with tables. Exit code 0: all bytes right, every failure has its reason, and the first process uses no more
+    descriptors, threads and memory than before; 1: not so; 2: wrong usage; 130: interrupted.
+    """
+    raise typer.Exit(_interruptible("soak", lambda: soak_command.run(minutes * 60, processes, seed)))
+
+
+@app.command()
+def doctor(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON instead.")] = False,
+) -> None:
+    """Examine this machine: what helps transfers, what hinders them, and the command that changes it.
+
+    What is wrong comes first. Exit code 0: nothing prevents transfers or paths on one host; 1: something does;
+    2: wrong usage; 130: interrupted.
+    """
+    raise typer.Exit(_interruptible("doctor", lambda: doctor_command.run(as_json=json)))
 
 
 @app.command(name="cpp-config")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llm_datadist.engine import Engine, LinkReport, MemoryReport
+    from llm_datadist.observe import Family, Observer
 
 
 class _Instances:
@@ -308,6 +309,36 @@ class LLMDataDist:
         engine = self._running()
         utils.check_uint64("cluster_id", cluster_id)
         return engine.explain(int(cluster_id))
+
+    def metrics(self) -> tuple[Family, ...]:
+        """What this object holds now, and with ``LLMConfig.metrics`` what has happened since ``init``.
+
+        Now: links, caches, transfers that run. Since: transfers by operation, path and status, bytes, time by phase.
+        ``llm_datadist.observe.prometheus`` exports them. Names, labels and units: docs/metrics.md.
+
+        Raises:
+            RuntimeError: not initialised.
+        """
+        return self._running().metrics()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer (``llm_datadist.observe.Observer``) what happens from now on.
+
+        That is every transfer of this process, at its end, and every request of a peer that was served over a data
+        connection; on the thread on which it happens.
+
+        Raises:
+            RuntimeError: not initialised.
+        """
+        self._running().observe(observer)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it no longer; without effect if it was not told.
+
+        Raises:
+            RuntimeError: not initialised.
+        """
+        self._running().unobserve(observer)
 
     def explain_memory(self) -> MemoryReport:
         """Tell how much of the memory of this side's caches is in huge pages, and why the rest is not; see ``str()``.

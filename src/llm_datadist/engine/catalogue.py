@@ -272,6 +272,10 @@ class Catalogue:
         with self._lock:
             return list(self._entries.values())
 
+    def num_keys(self) -> int:
+        """How many batch entries have a key."""
+        return len(self._keys)
+
     def wait_unpinned_after_hiding(self, entry: CacheEntry, deadline: Deadline) -> bool:
         """Take a cache out of every look-up, then wait until no transfer of this process, or held for a peer, uses it.
 

@@ -16,8 +16,9 @@ from llm_datadist.engine.ranktable import RankTableError, addresses
 from llm_datadist.engine.requests import MemStatus
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.net.ports import why_not
 from llm_datadist.status import LLMStatusCode, code_2_status
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 
@@ -83,7 +84,8 @@ class Comms:
         """Begin to link a group; its id. Progress is told by ``status``.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID for a table that does not fit, LLM_LINK_FAILED if this side cannot listen.
+            LLMException: LLM_PARAM_INVALID for a table that does not fit, LLM_LINK_FAILED if this side cannot listen,
+            LLM_FAILED if the system gives no thread.
         """
         own = self._core.identity.cluster_id
         if own not in ranks:
@@ -104,14 +106,27 @@ class Comms:
                 comm.rendezvous = self._listeners.open(where[own])
             except OSError as error:
                 self._forget(comm)
-                context = f"cannot listen at {', '.join(map(text, where[own]))}: {error.strerror or error}"
-                raise failure(LLMStatusCode.LLM_LINK_FAILED, "link", context, phase="link") from error
+                context, hint = why_not(where[own][-1], error)
+                if len(where[own]) > 1:
+                    context = f"of {', '.join(map(text, where[own]))}: {context}"
+                raise failure(LLMStatusCode.LLM_LINK_FAILED, "link", context, phase="link", hint=hint) from error
         for other in others:
             if order[other] < order[own]:
-                name_ = f"datadist-link-{comm.comm_id}-{other}"
-                threading.Thread(target=self._meet, args=(comm, other, where[other]), name=name_, daemon=True).start()
+                self._begin(comm, other, where[other])
         self._core.loop.call_later(comm.deadline.remaining(), lambda: self._expire(comm))
         return comm.comm_id
+
+    def _begin(self, comm: Comm, other: int, where: list[Address]) -> None:
+        thread = threading.Thread(
+            target=self._meet, args=(comm, other, where), name=f"datadist-link-{comm.comm_id}-{other}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            comm.ended.set()
+            self.unlink(comm.comm_id)
+            reason, hint = limits.explain(error)
+            raise failure(LLMStatusCode.LLM_FAILED, "link", reason, phase="link", retryable=True, hint=hint) from error
 
     def _meet(self, comm: Comm, other: int, where: list[Address]) -> None:
         """Connect to one member, again and again until it is there."""

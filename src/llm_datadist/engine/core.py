@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from typing import TYPE_CHECKING, Final
@@ -14,25 +15,31 @@ from llm_datadist.memory import digests
 from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.handover import HandoverServer
 from llm_datadist.net.loop import Loop
+from llm_datadist.net.waiting import WaitingRoom, share_of_descriptors
 from llm_datadist.net.workers import Workers
+from llm_datadist.observe.metrics import Metrics
 from llm_datadist.observe.recorder import Recorder
 from llm_datadist.paths import inprocess
+from llm_datadist.paths.ladder import one_sided
 from llm_datadist.paths.mapped import Mapped
 from llm_datadist.paths.tcp_server import DataServer
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
-from llm_datadist.utils.process import boot_id, pid_namespace, start_time
+from llm_datadist.utils.process import boot_id, dumpable, own_start_time, pid_namespace, user_namespace
+from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.messages import Identity, Offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llm_datadist.engine.admission import Admission
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import Link
     from llm_datadist.engine.options import EngineOptions
     from llm_datadist.engine.session import Session
     from llm_datadist.memory.shared import Area
 
+_MAX_NEWCOMERS: Final = 512
 _CONTROL_THREADS: Final = 64
 _SERVE_THREADS: Final = 64
 """Also bound how many stalled peers it takes to delay the others."""
@@ -47,24 +54,38 @@ class Core:
         self,
         cluster_id: int,
         options: EngineOptions,
+        admission: Admission,
         release: Callable[[CacheEntry], object],
         pools: Sequence[Area],
     ) -> None:
+        """Take what they need of the system.
+
+        Raises:
+            OSError: it gives no descriptors or no memory; nothing is left behind.
+            RuntimeError: it gives no thread; nothing is left behind.
+        """
         self.options = options
-        self.regions = RegionTable()
+        self.admission = admission
+        with contextlib.ExitStack() as undo:
+            self.regions = RegionTable()
+            undo.callback(self.regions.close)
+            self.loop = Loop(f"datadist-{cluster_id}")
+            undo.pop_all()
         self.identity = Identity(
             cluster_id=cluster_id,
             incarnation=secrets.token_bytes(16),
             boot_id=boot_id(),
             pid_namespace=pid_namespace(),
             pid=os.getpid(),
-            start_time=start_time(os.getpid()),
+            start_time=own_start_time(),
+            user_namespace=user_namespace(),
         )
         name = f"datadist-{cluster_id}"
         cores = len(os.sched_getaffinity(0))
         self.copy_threads = min(_MAX_COPY_THREADS, cores)
-        self.loop = Loop(name)
         self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
+        self.confirm_workers = Workers(f"{name}-confirm", _CONTROL_THREADS)
+        """Apart from ``control_workers``: peers that do not go on with a handshake hold up other handshakes alone."""
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
         self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
@@ -72,11 +93,18 @@ class Core:
         self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service = CacheService(self.catalogue, self.regions, self.loop, release)
         self.recorder = Recorder()
+        self.metrics = Metrics() if options.metrics else None
+        if self.metrics is not None:
+            self.recorder.add(self.metrics)
         self.data_server = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
         self.digests = DigestService(self.regions, self.serve_workers)
         self.table = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""
+        self.newcomers: WaitingRoom[Session] = WaitingRoom(
+            self.loop, share_of_descriptors(_MAX_NEWCOMERS), lambda session, reason: session.channel.close(reason)
+        )
+        """Control connections that peers have opened, until they have introduced themselves."""
         self.handover = self._share(pools)
         self.offer = Offer(
             probe_region=self.regions.probe_region,
@@ -85,10 +113,11 @@ class Core:
             paths=list(options.paths),
             handover=self.handover.name if self.handover else None,
             digest=digests.ALGORITHM if digests.available() else None,
+            dumpable=dumpable(),
         )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
-        self.ender = LinkEnder(self.table, self.loop, self._link_ended)
+        self.ender = LinkEnder(self.table, self.loop, self._link_ended, self.reached_by)
         inprocess.publish(self.identity.incarnation, self.regions)
 
     def _share(self, pools: Sequence[Area]) -> HandoverServer | None:
@@ -98,13 +127,20 @@ class Core:
         try:
             return HandoverServer([*self.regions.areas, *pools], self.loop, self._knows)
         except OSError as error:
-            log.warn("peers cannot map the memory pools of this process: %s", error)
+            log.warn("peers cannot map the memory pools of this process: %s", limits.with_hint(error))
             return None
 
-    def _knows(self, token: bytes) -> bool:
-        """Whether this is the secret of a link, in whatever state."""
+    def reached_by(self, link: Link) -> bool:
+        """Whether a peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
+        return one_sided(link.peer, self.identity, self.options.paths)
+
+    def _knows(self, request: bytes) -> bool:
+        """Whether this is the hand-over request of a link, in whatever state."""
         links = [session.link for session in list(self.sessions)]
-        return any(link is not None and secrets.compare_digest(link.token, token) for link in links)
+        return any(
+            link is not None and secrets.compare_digest(handover_request(link.key, link.token), request)
+            for link in links
+        )
 
     def _link_ended(self, link: Link) -> None:
         self.pending.pop(link.token, None)
@@ -118,12 +154,20 @@ class Core:
     def close(self) -> None:
         """Stop the threads and give the region table back; links must have ended."""
         inprocess.withdraw(self.identity.incarnation)
+        self.ender.close()
         if self.handover is not None:
             self.handover.close()
         self.data_server.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")
-        for workers in (self.control_workers, self.dial_workers, self.end_workers, self.serve_workers, self.copiers):
+        for workers in (
+            self.control_workers,
+            self.confirm_workers,
+            self.dial_workers,
+            self.end_workers,
+            self.serve_workers,
+            self.copiers,
+        ):
             workers.close()
         self.loop.close()
         self.regions.close()

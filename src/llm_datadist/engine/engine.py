@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import secrets
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from llm_datadist.engine import constraints, local, loopback
+from llm_datadist.engine.admission import Admission
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.engine.few import FewTransfers
+from llm_datadist.engine.gauges import gauges
 from llm_datadist.engine.memory_report import MemoryReport
 from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
@@ -23,11 +27,11 @@ from llm_datadist.layout.plan import MAX_TENSOR_BITS
 from llm_datadist.memory.huge_pages import advise
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import LinkReport
@@ -43,7 +47,11 @@ if TYPE_CHECKING:
         PushRequest,
         RequestKey,
     )
+    from llm_datadist.observe.events import Observer
+    from llm_datadist.observe.metrics import Family
+    from llm_datadist.observe.recorder import Watch
 
+R = TypeVar("R", "PullRequest", "PushRequest")
 _MAX_DIMS: Final = 31
 _UINT64: Final = 1 << 64
 _MIN_RELEASE_S: Final = 1.0
@@ -57,19 +65,26 @@ class Engine:
         """Reserve pools, start to listen.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY, LLM_FAILED (cannot listen), LLM_PARAM_INVALID.
+            LLMException: LLM_OUT_OF_MEMORY, LLM_FAILED (cannot listen, no descriptors or threads), LLM_PARAM_INVALID.
         """
         self.options = options
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
+        admission = Admission(options)  # before anything is reserved: it may refuse the options
         self._pools = Pools(options)
         alone = loopback.enabled()
-        self._core = Core(cluster_id, options, self._release_later, [] if alone else self._pools.areas)
+        areas = [] if alone else self._pools.areas
+        try:
+            self._core = Core(cluster_id, options, admission, self._release_later, areas)
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._pools.close()
+            raise _cannot_start(error) from error
         self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
         self.few = FewTransfers(self._core, self._links)
         self._timeout_s = options.sync_timeout_ms / 1000
+        self._transfer_ids = itertools.count(secrets.randbits(62) + 1)
         try:
             self._links.listen(options.listen)
         except BaseException:
@@ -310,17 +325,25 @@ class Engine:
 
     def deadline(self) -> Deadline:
         """When a transfer that starts now must have ended."""
-        return Deadline.after(self._timeout_s)
+        return Deadline.after(self._timeout_s, next(self._transfer_ids))
 
     def pull(self, request: PullRequest, deadline: Deadline | None = None) -> None:
         """See ``Transfers.pull``; the default deadline is that of a transfer that starts now."""
         self._check_request(request)
-        self._transfers.pull(request, deadline or self.deadline())
+        self._observed(self._transfers.pull, request, deadline or self.deadline())
 
     def push(self, request: PushRequest, deadline: Deadline | None = None) -> None:
         """See ``Transfers.push``; the default deadline is that of a transfer that starts now."""
         self._check_request(request)
-        self._transfers.push(request, deadline or self.deadline())
+        self._observed(self._transfers.push, request, deadline or self.deadline())
+
+    def _observed(self, transfer: Callable[[R, Deadline, Watch], object], request: R, deadline: Deadline) -> None:
+        try:
+            with self._core.recorder.watch(deadline, request.operation, request.cluster_id) as watch:
+                transfer(request, deadline, watch)
+        except LLMException as error:
+            error.transfer_id = deadline.transfer_id
+            raise
 
     def _check_request(self, request: PullRequest | PushRequest) -> None:
         self._check(request.operation)
@@ -399,10 +422,31 @@ class Engine:
         self._check("explain_link")
         return self._links.explain(cluster_id)
 
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer of every transfer that ends from now on, and of every request of a peer that is served."""
+        self._check("observe")
+        self._core.recorder.add(observer)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it no longer."""
+        self._core.recorder.remove(observer)
+
+    def metrics(self) -> tuple[Family, ...]:
+        """What it holds now and, with the option, what it has counted."""
+        self._check("metrics")
+        counted = self._core.metrics.families() if self._core.metrics is not None else ()
+        return (*gauges(self._core), *counted)
+
     def explain_memory(self) -> MemoryReport:
         """How the memory of all caches is backed."""
         self._check("explain_memory")
         return MemoryReport.of(self._core.catalogue.all(), wanted=self.options.huge_pages)
+
+
+def _cannot_start(error: BaseException) -> LLMException:
+    reason, hint = limits.explain(error)
+    code = LLMStatusCode.LLM_OUT_OF_MEMORY if limits.out_of_memory(error) else LLMStatusCode.LLM_FAILED
+    return failure(code, "init", f"cannot start: {reason}", retryable=True, hint=hint)
 
 
 def _check_spec(spec: CacheSpec, operation: str) -> None:

@@ -98,12 +98,13 @@ def transfer_failure(
         hint, retryable = "try again: the connection is replaced", True
     elif isinstance(error, RegionError):
         code = LLMStatusCode.LLM_PARAM_INVALID
-    context = f"peer cluster {peer}: {error}"
+    context = f"peer cluster {peer}: {error} (transfer {deadline.transfer_id:016x})"
     if isinstance(error, PathError) and not error.quiescent:
         context += (
             " (the peer did not confirm that it has stopped writing: do not use the destination until it is unlinked)"
         )
     failed = failure(code, operation, context, peer=peer, path=path, phase=phase, retryable=retryable, hint=hint)
+    failed.transfer_id = deadline.transfer_id
     if isinstance(error, PathError):
         failed.quiescent = error.quiescent
         failed.bytes_done = error.progress.bytes_done if error.progress is not None else None

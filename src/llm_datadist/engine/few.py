@@ -9,6 +9,7 @@ unusual is left to the long way, which also finds the words for it.
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.engine.errors import path_failure
@@ -48,6 +49,10 @@ class Pairing(NamedTuple):
     local_blocks: int
     remote_blocks: int
 
+    def num_bytes(self, blocks: int) -> int:
+        """Of so many blocks, in all tensors."""
+        return blocks * self.block_bytes * self.tensors
+
     def fits(self, local_ids: Sequence[int], remote_ids: Sequence[int], *, pull: bool) -> bool:
         """Whether these are good block pairs, few, no destination twice; and for a push the tensors whole layers."""
         count = len(local_ids)
@@ -73,6 +78,7 @@ class FewTransfers:
 
     def __init__(self, core: Core, links: Links) -> None:
         self._catalogue = core.catalogue
+        self._recorder = core.recorder
         self._links = links
         self._pid = os.getpid()
         self._own_id = core.identity.cluster_id
@@ -151,6 +157,7 @@ class FewTransfers:
         pairing = link.pairings.get((name, cache_id))
         if pairing is None or not pairing.fits(local_ids, remote_ids, pull=pull):
             return False
+        begun = time.monotonic_ns() if self._recorder.observers else 0
         local, shortcut = pairing.local, pairing.shortcut
         ticket = deadline  # an object that no other transfer has
         try:
@@ -166,7 +173,10 @@ class FewTransfers:
             return False
         except (PathError, ChannelClosedError) as error:
             operation = "pull_blocks" if pull else "push_blocks"
-            raise path_failure(error, operation, link, pairing.path.name, deadline) from error
+            failed = path_failure(error, operation, link, pairing.path.name, deadline)
+            if begun:
+                self._recorder.short(operation, cluster_id, pairing.path.name, deadline, begun, failed.status_code.name)
+            raise failed from error
         finally:
             try:
                 link.running.discard(ticket)
@@ -176,4 +186,7 @@ class FewTransfers:
                 finally:
                     link.end(ticket)
                     self._catalogue.let_go(local, ticket)
+        if begun:
+            operation, size = "pull_blocks" if pull else "push_blocks", pairing.num_bytes(len(local_ids))
+            self._recorder.short(operation, cluster_id, pairing.path.name, deadline, begun, num_bytes=size)
         return True

@@ -1,33 +1,39 @@
 """How a link begins: introduction, live probe of the paths by both sides, confirmation.
 
-The connecting side says ``Hello``; the listening side answers ``Welcome`` or ``Refuse``. Each side then finds its own
-path to the other. ``Confirm`` and its ``Ok`` make the link live on both sides; until then either can still say no and
-nothing is left behind.
+The connecting side says ``Hello``; the listening side answers ``Welcome`` or ``Refuse``, with a secret both are sealed
+(``wire.auth``). Each side then finds its own path to the other. ``Confirm`` and its ``Ok`` make the link live on both
+sides; until then either can still say no and nothing is left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from llm_datadist.engine.admission import Newcomer, NotAdmittedError, introduce
 from llm_datadist.engine.errors import LinkError
-from llm_datadist.engine.link import Link
+from llm_datadist.engine.link import Link, LinkState
 from llm_datadist.engine.link_failures import cannot_connect
 from llm_datadist.engine.service import refuse
 from llm_datadist.engine.session import Session
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutError
-from llm_datadist.net.listener import connect
-from llm_datadist.paths.base import Context, PathError, Peer
+from llm_datadist.net.dial import hear, send_first, tell
+from llm_datadist.net.security import TlsError, peer_host
+from llm_datadist.net.waiting import share_of_descriptors
+from llm_datadist.paths.base import ConnectionLostError, Context, PathError, PathTimeoutError, Peer
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
-from llm_datadist.wire.data import Greeting
-from llm_datadist.wire.framing import Kind, preamble
+from llm_datadist.wire.auth import handover_request
+from llm_datadist.wire.data import ANSWER_BYTES, Greeting
+from llm_datadist.wire.framing import Kind, ProtocolError
 
 if TYPE_CHECKING:
     import socket
@@ -41,6 +47,8 @@ T = TypeVar("T")
 _MAX_LINK_S: Final = 60.0
 _PING_S: Final = 0.5
 _PREFETCH_S: Final = 1.0
+_MAX_PENDING: Final = 512
+_REVERSE_S: Final = 5.0
 
 
 class Handshaker:
@@ -50,6 +58,7 @@ class Handshaker:
         self._core = core
         self._comms = comms
         self._pending = core.pending
+        self._most_pending = share_of_descriptors(_MAX_PENDING)
 
     # The connecting side
 
@@ -60,7 +69,10 @@ class Handshaker:
             LinkError: with the status and the reason.
         """
         try:
-            sock = connect(address, preamble(Kind.CONTROL), deadline)
+            sock = self._core.admission.dial(address, Kind.CONTROL, deadline)
+        except (NotAdmittedError, TlsError) as error:
+            message = f"no link to {text(address)}: {error}"
+            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, message) from error
         except ValueError as error:
             raise LinkError(LLMStatusCode.LLM_PARAM_INVALID, str(error)) from error
         except OSError as error:
@@ -77,6 +89,8 @@ class Handshaker:
                 raise LinkError(
                     LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}", retryable=True, hint=hint
                 ) from error
+            if isinstance(error, (NotAdmittedError, ProtocolError)):
+                raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
             if isinstance(error, ReplyTimeoutError):
                 hint = "somebody listens there, but does not answer: see whether it is an LLMDataDist, and not stalled"
                 raise LinkError(
@@ -96,8 +110,10 @@ class Handshaker:
             offer=core.offer,
             comm=comm,
         )
-        welcome = _agreed(session.channel.request(hello, deadline), messages.Welcome)
+        answer, key = introduce(session.channel, core.admission.secret, hello, deadline)
+        welcome = _agreed(answer, messages.Welcome)
         link = Link(Peer(welcome.identity, welcome.offer), session.channel, welcome.link_token, text(address))
+        link.key = key
         link.dialled = address
         session.introduce(link)
         if link.cluster_id != cluster_id:
@@ -124,7 +140,7 @@ class Handshaker:
             copy_threads=core.copy_threads,
             open_data=open_data,
             fence=functools.partial(_fence, link),
-            token=link.token,
+            token=handover_request(link.key, link.token),
         )
         route = Route(core.options.paths, link.peer, context)
         link.use(route)
@@ -132,22 +148,40 @@ class Handshaker:
             return route.connect(deadline).name
         except PathError as error:
             hint = "see LLMConfig.paths on both sides, and what is said of each path"
-            raise LinkError(LLMStatusCode.LLM_LINK_FAILED, str(error), hint=hint) from error
+            late = isinstance(error, PathTimeoutError)
+            code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_LINK_FAILED
+            raise LinkError(code, str(error), retryable=late, hint=hint) from error
 
     def _open_forward(
         self, link: Link, address: Address, count: int, deadline: Deadline
     ) -> list[tuple[int, socket.socket]]:
         """Data connections on which this side asks, opened by this side."""
-        return [self._open_one(link, address, deadline, serve=True) for _ in range(count)]
+        with contextlib.ExitStack() as undo:
+            opened: list[tuple[int, socket.socket]] = []
+            for _ in range(count):
+                opened.append(self._open_one(link, address, deadline, serve=True))
+                undo.callback(opened[-1][1].close)
+            undo.pop_all()
+        return opened
 
     def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:
         number = next(link.data_numbers)
-        greeting = Greeting(link.token, number, serve)
+        greeting = Greeting.make(link.key, link.token, number, serve=serve)
         try:
-            return number, connect(address, preamble(Kind.DATA) + greeting.encode(), deadline)
-        except OSError as error:
-            message = f"cannot connect to {text(address)}: {error.strerror or error}"
-            raise PathError(message) from error
+            sock = self._core.admission.dial(address, Kind.DATA, deadline)
+            try:
+                tell(sock, greeting.encode(), deadline)
+                if not compare_digest(hear(sock, ANSWER_BYTES, deadline), greeting.answer(link.key)):
+                    message = f"who answers at {text(address)} is not the linked peer"
+                    raise PathError(message)
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, EOFError, TlsError, NotAdmittedError) as error:
+            raise _not_opened(
+                reason=f"cannot connect to {text(address)}: {limits.with_hint(error)}", deadline=deadline
+            ) from error
+        return number, sock
 
     def open_data(self, link: Link, count: int) -> messages.Body:
         """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
@@ -188,50 +222,74 @@ class Handshaker:
 
     def accept(self, sock: socket.socket) -> None:
         """A control connection arrived. Loop thread."""
-        session = Session(Channel(sock, self._core.loop), self._core, self)
+        admission = self._core.admission
+        newcomer = Newcomer(admission.secret, admission.objection(sock))
+        session = Session(Channel(sock, self._core.loop), self._core, self, newcomer)
         session.expect_hello()
         session.channel.start()
 
     def accept_data(self, sock: socket.socket, greeting: Greeting) -> None:
         """A data connection arrived. Loop thread."""
-        link = self._pending.get(greeting.link_token)
-        if link is None:
-            link = next((live for live in self._core.table.all() if live.token == greeting.link_token), None)
-        if link is None:
-            log.warn("a data connection for an unknown link was dropped")
+        token = greeting.link_token
+        link = self._pending.get(token) or next((live for live in self._core.table.all() if live.token == token), None)
+        reason = self._core.admission.objection(sock)
+        if reason is None and link is None:
+            reason = "its link is not known here"
+        elif reason is None and link is not None and not greeting.proves(link.key):
+            reason = "it has not proved that it belongs to its link"
+        elif reason is None and link is not None and not link.numbers_seen.accept(greeting.connection):
+            reason = f"number {greeting.connection} has come already"
+        if reason is not None or link is None:
+            where = peer_host(sock)
+            log.warn_rarely(f"data {where}", "a data connection from %s was dropped: %s", where, reason)
             sock.close()
-        elif greeting.serve:
-            self._core.data_server.add(greeting.link_token, greeting.connection, sock, link.cluster_id)
+            return
+        try:
+            send_first(sock, greeting.answer(link.key))
+        except (OSError, TlsError) as error:
+            log.info("a data connection of cluster %d was lost at once: %s", link.cluster_id, error)
+            sock.close()
+            return
+        if greeting.serve:
+            self._core.data_server.add(token, greeting.connection, sock, link.cluster_id)
         else:
             link.data_arrived(greeting.connection, sock)
 
-    def welcome(self, session: Session, hello: messages.Hello, request_id: int) -> None:
+    def welcome(self, session: Session, newcomer: Newcomer, hello: messages.Hello, request_id: int) -> None:
         """See ``Host.welcome``."""
         refusal = self._objection(session, hello)
         if refusal is not None:
-            session.channel.reply(refusal, request_id)
+            session.channel.reply(newcomer.answer(refusal)[0], request_id)
             session.channel.close(refusal.reason)
             return
         version = messages.agree_on_version(hello.versions)
-        link = Link(
-            Peer(hello.identity, hello.offer),
-            session.channel,
-            secrets.token_bytes(16),
-            text(session.channel.remote_address),
-        )
-        link.pending_comm = hello.comm
-        link.supersedes = session.supersedes
-        link.deadline = Deadline.after(min(hello.timeout_ms / 1000, _MAX_LINK_S))
-        self._pending[link.token] = link
-        session.introduce(link)
-        link.give_up = self._core.loop.call_later(link.deadline.remaining(), lambda: self._give_up(link))
         welcome = messages.Welcome(
             version=version or messages.VERSION_MAX,
             identity=self._core.identity,
             offer=self._core.offer,
-            link_token=link.token,
+            link_token=secrets.token_bytes(16),
         )
-        session.channel.reply(welcome, request_id)
+        answer, key = newcomer.answer(welcome)
+        link = Link(
+            Peer(hello.identity, hello.offer),
+            session.channel,
+            welcome.link_token,
+            text(session.channel.remote_address),
+        )
+        link.key = key
+        link.pending_comm = hello.comm
+        link.supersedes = session.supersedes
+        link.deadline = Deadline.after(min(hello.timeout_ms / 1000, _MAX_LINK_S))
+        self._await_confirmation(link)
+        session.introduce(link)
+        link.give_up = self._core.loop.call_later(link.deadline.remaining(), lambda: self._give_up(link))
+        session.channel.reply(answer, request_id)
+
+    def _await_confirmation(self, link: Link) -> None:
+        """Keep a link that is half made; of too many the one that has waited longest is given up."""
+        self._pending[link.token] = link
+        for oldest in list(self._pending.values())[: -self._most_pending]:
+            self._give_up(oldest, "too many links at once have not been confirmed")
 
     def _objection(self, session: Session, hello: messages.Hello) -> messages.Refuse | None:
         core = self._core
@@ -309,9 +367,9 @@ class Handshaker:
             link.give_up.cancel()
         self._pending.pop(link.token, None)
 
-    def _give_up(self, link: Link) -> None:
+    def _give_up(self, link: Link, reason: str = "the link was not confirmed in time") -> None:
         if self._pending.pop(link.token, None) is not None:
-            link.channel.close("the link was not confirmed in time")
+            link.channel.close(reason)
 
     def join(self, link: Link, comm: str) -> messages.Body:
         """See ``Host.join``."""
@@ -341,19 +399,24 @@ def _alive_at_peer(link: Link) -> bool:
 
 def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
     """Data connections on which this side asks, opened by the peer because only it can connect."""
+    if link.state is LinkState.CONNECTING:  # somebody who is not to be trusted yet keeps a thread
+        deadline = deadline.at_most(_REVERSE_S)
     try:
         reply = link.request(messages.OpenData(count=count), deadline)
     except (ChannelClosedError, ReplyTimeoutError) as error:
-        message = f"the peer did not open data connections: {error}"
-        raise PathError(message) from error
+        raise _not_opened(reason=f"the peer did not open data connections: {error}", deadline=deadline) from error
     reason = reply.reason if isinstance(reply, messages.Refuse) else "they did not arrive in time"
     taken = link.take_arrivals(count, deadline) if isinstance(reply, messages.Ok) else []
     if len(taken) < count:
         for _, sock in taken:
             sock.close()
-        message = f"the peer did not open data connections: {reason}"
-        raise PathError(message)
+        raise _not_opened(reason=f"the peer did not open data connections: {reason}", deadline=deadline)
     return taken
+
+
+def _not_opened(reason: str, deadline: Deadline) -> PathError:
+    """The error for data connections that could not be opened: too late, or like one that breaks in use."""
+    return PathTimeoutError(reason) if deadline.expired() else ConnectionLostError(reason)
 
 
 def _fence(link: Link, numbers: list[int], deadline: Deadline) -> bool:

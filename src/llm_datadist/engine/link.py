@@ -15,6 +15,7 @@ from llm_datadist.engine.peer_catalogue import PeerCatalogue
 from llm_datadist.net.channel import ChannelClosedError
 from llm_datadist.utils import log
 from llm_datadist.wire import messages
+from llm_datadist.wire.auth import NO_KEY, OnceOnly
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _MOMENT_S: Final = 0.05
+_MAX_ARRIVALS: Final = 64
 
 
 class LinkState(enum.Enum):
@@ -57,14 +59,17 @@ class LinkReport:
     """Name of the path in use; memory that it does not reach takes another one, which ``attempts`` tells."""
     attempts: tuple[Attempt, ...]
     """What became of every path, those in use first."""
+    stalled: str | None = None
+    """Since when the peer has given no sign of life, if it has been asked for one in vain."""
 
     def __str__(self) -> str:
         who = f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid})"
         lines = [f"{who}: {self.state.name.lower()}, path {self.path or 'none'}"]
+        if self.stalled:
+            lines[0] += f"; {self.stalled}"
         for attempt in self.attempts:
             mark = "*" if attempt.chosen else "-"
-            hint = f" [{attempt.hint}]" if attempt.hint else ""
-            lines.append(f"  {mark} {attempt.name}: {attempt.reason}{hint}")
+            lines.append(f"  {mark} {attempt}")
         return "\n".join(lines)
 
 
@@ -102,8 +107,8 @@ class PeerLink(abc.ABC):
         """Whether a path is (still) in use."""
 
     @abc.abstractmethod
-    def demote(self, path: Path, reason: str) -> None:
-        """Stop using ``path``."""
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
+        """Stop using ``path``: the system does not permit it any more. ``hint`` says what would help."""
 
     @abc.abstractmethod
     def ends(self, deadline: Deadline) -> bool:
@@ -175,6 +180,10 @@ class Link(PeerLink):
         self.peer = peer
         self.channel = channel
         self.token = token
+        self.key = NO_KEY
+        """With which data connections and the hand-over prove that they belong to it."""
+        self.numbers_seen = OnceOnly()
+        """Of data connections that the peer has opened. Loop thread."""
         self.address = address
         self.dialled: Address | None = None
         """Where this side connected to; None if the peer connected."""
@@ -197,6 +206,8 @@ class Link(PeerLink):
         self.made_for_comm = False
         """Whether it ends with the last rank-table link that uses it."""
         self.peer_said_bye = False
+        self.stalled: str | None = None
+        """See ``LinkReport.stalled``."""
         self.data_numbers = itertools.count(1)
         """Numbers for the data connections that this side opens."""
         self._arrivals: queue.SimpleQueue[tuple[int, socket.socket] | None] = queue.SimpleQueue()
@@ -232,7 +243,10 @@ class Link(PeerLink):
                 self._state = LinkState.LINKED
 
     def data_arrived(self, number: int, sock: socket.socket) -> None:
-        """The peer opened a data connection on which this side may ask."""
+        """The peer opened a data connection on which this side may ask; too many that nobody waits for are closed."""
+        if self._arrivals.qsize() >= _MAX_ARRIVALS:
+            sock.close()
+            return
         self._arrivals.put((number, sock))
 
     def take_arrivals(self, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
@@ -317,10 +331,10 @@ class Link(PeerLink):
         """See ``PeerLink.uses``."""
         return self._route is not None and self._route.uses(path)
 
-    def demote(self, path: Path, reason: str) -> None:
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
         """See ``PeerLink.demote``."""
         if self._route is not None:
-            self._route.demote(path, reason)
+            self._route.demote(path, reason, hint)
 
     def ends(self, deadline: Deadline) -> bool:
         """See ``PeerLink.ends``."""
@@ -332,10 +346,10 @@ class Link(PeerLink):
         """See ``PeerLink.request``."""
         return self.channel.request(body, deadline)
 
-    def notify(self, body: Body) -> None:
-        """See ``PeerLink.notify``."""
+    def notify(self, body: Body, *, answered: bool = False) -> None:
+        """See ``PeerLink.notify``; ``answered`` as for ``Channel.send``."""
         with contextlib.suppress(ChannelClosedError, ProtocolError):
-            self.channel.send(body)
+            self.channel.send(body, answered=answered)
 
     def abort_transfers(self) -> None:
         """Make running transfers fail soon."""
@@ -358,4 +372,5 @@ class Link(PeerLink):
             state=self._state,
             path=path.name if path else None,
             attempts=route.attempts() if route else (),
+            stalled=self.stalled,
         )

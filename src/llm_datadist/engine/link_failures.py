@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.engine.errors import LinkError, failure
 from llm_datadist.net.address import text
 from llm_datadist.status import LLMStatusCode
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 
 if TYPE_CHECKING:
     from llm_datadist.engine.requests import PeerAddress
@@ -70,4 +70,5 @@ def cannot_connect(error: OSError, where: str, *, late: bool) -> LinkError:
         hint = "nobody listens there: check ip and port, and that the peer was initialised with listen_ip_info"
     elif error.errno in _NO_ROUTE:
         hint = "there is no way to that host: check the ip and the network"
-    return LinkError(code, f"cannot connect to {where}: {error.strerror or error}", retryable=True, hint=hint)
+    reason, advice = limits.explain(error)
+    return LinkError(code, f"cannot connect to {where}: {reason}", retryable=True, hint=hint or advice)

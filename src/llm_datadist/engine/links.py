@@ -12,6 +12,7 @@ from llm_datadist.engine.errors import RELINK_HINT, LinkError, failure
 from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.link_failures import LinkFailures
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.net.workers import NoThreadError
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -213,6 +214,8 @@ class Linker:
         try:
             futures = [self._workers.submit(functools.partial(guarded, peer)) for peer in peers]
             return [future.result() for future in futures]  # type: ignore[misc]
+        except NoThreadError:
+            return [guarded(peer) for peer in peers]
         except CancelledError:
             log.error("%s_clusters: this engine has been finalized meanwhile", verb)
             return [LLMStatusCode.LLM_FAILED] * len(peers)
@@ -274,10 +277,18 @@ class Linker:
 class LinkEnder:
     """The ways in which a link ends."""
 
-    def __init__(self, table: LinkTable, loop: Loop, release: Callable[[Link], object]) -> None:
+    def __init__(
+        self,
+        table: LinkTable,
+        loop: Loop,
+        release: Callable[[Link], object],
+        reached_by: Callable[[Link], bool],
+    ) -> None:
+        """``reached_by`` tells whether a peer may reach the memory of this process without its doing."""
         self._table = table
         self._loop = loop
         self._release = release
+        self._reached_by = reached_by
         self._lock = threading.Lock()
         self._fading: set[Link] = set()
 
@@ -342,10 +353,11 @@ class LinkEnder:
         link.advance(LinkState.CLOSING)
         link.when_idle(link.release)
         link.fade = self._loop.call_later(_RETIRE_S, lambda: link.channel.close(reason))
-        if link.channel.closed:
-            self._faded(link)
+        if link.channel.over:
+            self.faded(link)
 
-    def _faded(self, link: Link) -> None:
+    def faded(self, link: Link) -> None:
+        """Its peer does not copy any more."""
         if link.fade is not None:
             link.fade.cancel()
         with self._lock:
@@ -357,14 +369,46 @@ class LinkEnder:
             return list(self._fading)
 
     def lose(self, link: Link, reason: str) -> None:
-        """Its connection is gone and nobody asked for that. Does not block."""
-        self._faded(link)
+        """Its connection is gone and nobody asked for that. Does not block.
+
+        If this side has given it up, the peer may be in the middle of a copy and find that out only when it wakes up.
+        """
         was_linked = link.state is LinkState.LINKED
+        with self._lock:
+            waits = was_linked or link in self._fading
+        if not (waits and self._await_peer(link)):
+            self.faded(link)
         self._table.remove(link, None if link.peer_said_bye else reason)
         link.advance(LinkState.CLOSING)
         if was_linked and not link.peer_said_bye:
             log.warn("link to cluster %d (%s) lost: %s", link.cluster_id, link.address, reason)
         self._finish(link, reason)
+
+    def give_up(self, link: Link, reason: str) -> None:
+        """End it at once although the peer has not said that its transfers have ended. Does not block."""
+        if self._reached_by(link) and not link.channel.over:
+            who = f"cluster {link.cluster_id} (pid {link.peer.identity.pid})"
+            log.error("%s has not confirmed that it copies no more: keep registered memory mapped until it ends", who)
+        self.drop(link, reason)
+
+    def close(self) -> None:
+        """Wait for no peer any more; the engine ends."""
+        for link in self.fading():
+            self.give_up(link, "finalized")
+            link.channel.abandon()
+
+    def _await_peer(self, link: Link) -> bool:
+        """Keep its connection until the peer closes it, if the peer may copy until then; whether that is so."""
+        if link.channel.over or not self._reached_by(link):
+            return False
+        with self._lock:
+            self._fading.add(link)
+        return True
+
+    def leave(self, link: Link, reason: str) -> None:
+        """The peer has ended it. Does not block. By force it does so even if a copy of its own is stuck."""
+        self._await_peer(link)
+        self.drop(link, reason)
 
     def drop(self, link: Link, reason: str) -> None:
         """End it at once on this side. Does not block."""
@@ -381,3 +425,6 @@ class LinkEnder:
         if link.advance(LinkState.CLOSED):
             link.release()
             self._release(link)
+            with self._lock:
+                waits = link in self._fading
+            link.channel.hang_up(wait=waits)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.net.address import Address
     from llm_datadist.net.loop import Loop
+    from llm_datadist.net.tls import TlsContexts
     from llm_datadist.wire.data import Greeting
 
 
@@ -25,7 +26,9 @@ class Listeners:
         loop: Loop,
         on_control: Callable[[socket.socket], object],
         on_data: Callable[[socket.socket, Greeting], object],
+        tls: TlsContexts | None = None,
     ) -> None:
+        self._tls = tls
         self._loop = loop
         self._on_control = on_control
         self._on_data = on_data
@@ -82,8 +85,10 @@ class Listeners:
         raise failed
 
     def close(self, address: Address) -> None:
-        """Undo one ``open``."""
+        """Undo one ``open``; without effect after ``close_all``."""
         with self._lock:
+            if address not in self._rendezvous:
+                return
             listener, count = self._rendezvous.pop(address)
             if count > 1:
                 self._rendezvous[address] = (listener, count - 1)
@@ -101,4 +106,4 @@ class Listeners:
             listener.close()
 
     def _make(self, address: Address) -> Listener:
-        return Listener(address, self._loop, self._on_control, self._on_data)
+        return Listener(address, self._loop, self._on_control, self._on_data, self._tls)

@@ -75,7 +75,7 @@ class LoopbackLink(PeerLink):
         """See ``PeerLink.uses``."""
         return path is self._path
 
-    def demote(self, path: Path, reason: str) -> None:
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
         """There is only one path."""
 
     def ends(self, deadline: Deadline) -> bool:

@@ -14,7 +14,7 @@ from llm_datadist.engine.links import Linker
 from llm_datadist.engine.listeners import Listeners
 from llm_datadist.net.address import text
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.paths.ladder import one_sided
+from llm_datadist.net.ports import why_not
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -124,7 +124,7 @@ class NetworkLinks(Links):
         self._core = core
         self._comms = Comms(core)
         handshaker = Handshaker(core, self._comms)
-        self._listeners = Listeners(core.loop, handshaker.accept, handshaker.accept_data)
+        self._listeners = Listeners(core.loop, handshaker.accept, handshaker.accept_data, core.admission.tls)
         self._comms.attach(handshaker.dial, self._listeners)
         options = core.options
         need_local = not options.has_comm_res and not options.hixl
@@ -142,14 +142,15 @@ class NetworkLinks(Links):
         self._switch(address, "init")
 
     def _switch(self, address: Address | None, operation: str) -> None:
+        if address is None:
+            self._listeners.switch(None)
+            return
         try:
             self._listeners.switch(address)
         except ValueError as error:
             raise invalid(operation, f"listen_ip_info: {error}") from error
         except OSError as error:
-            where = text(address) if address else ""
-            context = f"cannot listen at {where}: {error.strerror or error}"
-            hint = "choose another port or end the process that uses it"
+            context, hint = why_not(address, error)
             raise failure(LLMStatusCode.LLM_FAILED, operation, context, phase="link", hint=hint) from error
 
     def require(self, cluster_id: int, operation: str) -> PeerLink:
@@ -223,7 +224,7 @@ class NetworkLinks(Links):
         core = self._core
 
         def quiet(link: Link) -> bool:
-            if not one_sided(link.peer, core.identity, core.options.paths):
+            if not core.reached_by(link):
                 return True  # its requests are served by us and held by leases
             try:
                 link.request(messages.Drain(), deadline)
@@ -234,7 +235,7 @@ class NetworkLinks(Links):
             return True
 
         busy = self._on_each(quiet)
-        gone = [link for link in core.ender.fading() if not link.channel.wait_closed(deadline)]
+        gone = [link for link in core.ender.fading() if not link.channel.wait_over(deadline)]
         return [*busy, *(link.cluster_id for link in gone)]
 
     def _on_each(self, work: Callable[[Link], bool]) -> list[int]:
@@ -268,6 +269,6 @@ class NetworkLinks(Links):
             core.regions.stop()
             self._on_each(end)
         for link in core.table.all():
-            core.ender.drop(link, "finalized")
+            core.ender.give_up(link, "finalized")
         for session in list(core.sessions):
             session.channel.close("finalized")

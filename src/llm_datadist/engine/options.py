@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -11,9 +11,11 @@ from msgspec import Meta
 
 from llm_datadist.engine.errors import invalid
 from llm_datadist.memory import digests
-from llm_datadist.paths.ladder import DEFAULT_ORDER
+from llm_datadist.net.security import TlsFiles
+from llm_datadist.paths import registry
 from llm_datadist.utils import environment
 from llm_datadist.utils.numbers import small_number
+from llm_datadist.utils.secret import Secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,11 +25,15 @@ if TYPE_CHECKING:
 DEFAULT_MAX_ADDRS: Final = 240
 DEFAULT_SYNC_TIMEOUT_MS: Final = 1000
 DEFAULT_LINK_TIME_S: Final = 120
+DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 10_000
+DEFAULT_HEARTBEAT_TIMEOUT_MS: Final = 60_000
 _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
 _MAX_PORT: Final = 65_535
 _MAX_HOST_POOL: Final = 20 << 30
+_SECRET: Final = "llm.Secret"  # noqa: S105 - the name of the option
+_HIDDEN: Final = "hidden here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,25 @@ class EngineOptions:
     device_pool: PoolOptions | None = None
     host_pool: PoolOptions | None = None
     max_registered_addrs: int = DEFAULT_MAX_ADDRS
-    paths: tuple[str, ...] = DEFAULT_ORDER
+    paths: tuple[str, ...] = field(default_factory=registry.names)
     huge_pages: bool = True
     """Whether the kernel is asked for huge pages under the memory of caches."""
     strict_constraints: bool = False
     """Whether documented constraints of the original are errors."""
+    metrics: bool = False
+    """Whether transfers are counted."""
     verify_transfers: bool = False
     """Whether both sides' bytes are compared after each transfer that this side has asked for."""
+    secret: Secret | None = None
+    """What both sides of a link have to know."""
+    tls: TlsFiles | None = None
+    """Certificates; None is no TLS."""
+    allow_insecure_remote: bool = False
+    """Whether peers on other hosts are linked without a secret and without TLS."""
+    heartbeat_interval_ms: int = DEFAULT_HEARTBEAT_INTERVAL_MS
+    """After so long a silence a peer is asked for a sign of life; 0: never."""
+    heartbeat_timeout_ms: int = DEFAULT_HEARTBEAT_TIMEOUT_MS
+    """The link of a peer that gives none for so long is given up."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -71,7 +89,8 @@ class EngineOptions:
         """
         for key, value in options.items():
             if not isinstance(key, str) or not isinstance(value, str):
-                message = f"option {key!r} is {value!r}: only support str keys and values"
+                shown = _HIDDEN if key == _SECRET else repr(value)
+                message = f"option {key!r} is {shown}: only support str keys and values"
                 raise TypeError(message)
         reader = _Reader(options)
         reader.require("llm.Role")
@@ -100,7 +119,23 @@ class EngineOptions:
             paths=_paths(reader),
             strict_constraints=strict,
             huge_pages=_flag(reader, "llm.HugePages", "LLM_DATADIST_HUGE_PAGES", environment.huge_pages(), default="1"),
+            metrics=_flag(reader, "llm.Metrics", "LLM_DATADIST_METRICS", environment.metrics(), default="0"),
             verify_transfers=_verify_transfers(reader),
+            secret=_secret(reader),
+            tls=_tls(reader),
+            allow_insecure_remote=_flag(
+                reader,
+                "llm.AllowInsecureRemote",
+                "LLM_DATADIST_ALLOW_INSECURE_REMOTE",
+                environment.allow_insecure_remote(),
+                default="0",
+            ),
+            heartbeat_interval_ms=reader.number(
+                "llm.HeartbeatIntervalMs", 0, _INT32_MAX, default=DEFAULT_HEARTBEAT_INTERVAL_MS
+            ),
+            heartbeat_timeout_ms=reader.number(
+                "llm.HeartbeatTimeoutMs", 1, _INT32_MAX, default=DEFAULT_HEARTBEAT_TIMEOUT_MS
+            ),
         )
         if strict:
             _check_constraints(reader, parsed)
@@ -194,9 +229,9 @@ def _paths(reader: _Reader) -> tuple[str, ...]:
         key, text = "LLM_DATADIST_PATHS", environment.paths() or "auto"
     names = tuple(name.strip() for name in text.split(","))
     if names == ("auto",):
-        return DEFAULT_ORDER
-    if not set(names) <= set(DEFAULT_ORDER) or len(set(names)) != len(names):
-        raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(DEFAULT_ORDER)}')
+        return registry.names()
+    if not set(names) <= set(registry.names()) or len(set(names)) != len(names):
+        raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(registry.names())}')
     return names
 
 
@@ -231,6 +266,42 @@ def _verify_transfers(reader: _Reader) -> bool:
         context = "llm.VerifyTransfers (LLMConfig.verify_transfers) is on, but the package xxhash is not installed"
         raise invalid("init", context, hint=f"{digests.INSTALL}, or turn it off")
     return wanted
+
+
+def _secret(reader: _Reader) -> Secret | None:
+    """The shared secret: from the option, its file, the environment, its file."""
+    for key, file_key, text, path in (
+        (_SECRET, "llm.SecretFile", reader.get(_SECRET), reader.get("llm.SecretFile")),
+        ("LLM_DATADIST_SECRET", "LLM_DATADIST_SECRET_FILE", environment.secret(), environment.secret_file()),
+    ):
+        if text is not None and path is not None:
+            raise invalid("init", f"{key} and {file_key} are both set", hint="set one of them")
+        try:
+            if text is not None:
+                return Secret(text.encode())
+            if path is not None:
+                key = file_key  # noqa: PLW2901 - for the message
+                return Secret.from_file(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            shown = _HIDDEN if path is None else repr(path)
+            raise invalid("init", f"option {key} is {shown}: {reason}") from None
+    return None
+
+
+def _tls(reader: _Reader) -> TlsFiles | None:
+    names = ("cert", "key", "ca")
+    given = [reader.get(f"llm.Tls{name.capitalize()}") for name in names]
+    if not any(given):
+        given = [environment.tls_file(name) for name in names]
+    if not any(given):
+        return None
+    cert, key, ca = given
+    if not cert or not key or not ca:
+        missing = ", ".join(f"tls_{name}" for name, path in zip(names, given, strict=True) if not path)
+        hint = "give LLMConfig.tls_cert, tls_key and tls_ca (LLM_DATADIST_TLS_CERT, _KEY, _CA), or none of them"
+        raise invalid("init", f"of the three files that TLS needs, {missing} is not given", hint=hint)
+    return TlsFiles(cert, key, ca)
 
 
 def _check_rdma(reader: _Reader, *, strict: bool) -> None:

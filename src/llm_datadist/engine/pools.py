@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.memory.pool import MemoryPool, PoolExhaustedError
 from llm_datadist.status import LLMStatusCode
+from llm_datadist.utils import limits
 
 if TYPE_CHECKING:
     from llm_datadist.engine.options import EngineOptions, PoolOptions
@@ -29,12 +30,16 @@ class Pools:
                 self._pools[on_device] = self._reserve(config)
 
     def _reserve(self, config: PoolOptions) -> MemoryPool:
-        try:
-            return MemoryPool(config.size_bytes, config.page_shift)
-        except (OSError, MemoryError, ValueError, OverflowError) as error:
-            self.close()
-            context = f"cannot reserve a memory pool of {config.size_bytes} bytes: {error}"
-            raise failure(LLMStatusCode.LLM_OUT_OF_MEMORY, "init", context) from error
+        cause: Exception | None = None
+        why = limits.Limit(f"this machine has {limits.most_memory()} bytes", "make memory_size smaller")
+        if config.size_bytes <= limits.most_memory():  # more would be found out only when it is used
+            try:
+                return MemoryPool(config.size_bytes, config.page_shift)
+            except (OSError, MemoryError, ValueError, OverflowError) as error:
+                cause, why = error, limits.explain(error)
+        self.close()
+        context = f"cannot reserve a memory pool of {config.size_bytes} bytes: {why.reason}"
+        raise failure(LLMStatusCode.LLM_OUT_OF_MEMORY, "init", context, hint=why.hint) from cause
 
     def __bool__(self) -> bool:
         return bool(self._pools)

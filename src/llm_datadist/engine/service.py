@@ -50,6 +50,8 @@ class CacheService:
         self._release = release
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
+        self.num_holds = 0
+        """Of all peers."""
 
     def fetch(self) -> messages.Catalogue:
         """The published catalogue."""
@@ -69,12 +71,14 @@ class CacheService:
         )
         with self._lock:
             holds.by_id[hold] = _Hold(entry, key, timer)
+            self.num_holds += 1
         return messages.Found(hold=hold, cache=info_of(entry), batch_index=index)
 
     def finish(self, holds: Holds, end: messages.Finish) -> messages.Body:
         """End a hold; after success the pulled key may go, and with it the cache."""
         with self._lock:
             hold = holds.by_id.pop(end.hold, None)
+            self.num_holds -= hold is not None
         if hold is None:
             return refuse(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the cache was held too long and has been released")
         hold.timer.cancel()

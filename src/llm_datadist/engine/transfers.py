@@ -9,6 +9,7 @@ until the transfer has ended.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from llm_datadist.engine.verify import Verifier
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
+from llm_datadist.observe.events import Phase
 from llm_datadist.paths.base import OutOfReachError, PathDeniedError, PathError, PathTimeoutError
 from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.wire import messages
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.network import Links
     from llm_datadist.engine.peer_catalogue import PeerCache, PeerCatalogue
     from llm_datadist.engine.requests import Key
+    from llm_datadist.observe.recorder import Watch
     from llm_datadist.paths.base import Path
     from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
@@ -65,6 +68,17 @@ class Request(Protocol):
         """The peer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One pull or push that runs."""
+
+    request: PullRequest | PushRequest
+    local: CacheEntry
+    link: PeerLink
+    deadline: Deadline
+    watch: Watch
+
+
 class Transfers:
     """Runs transfers of one engine. Thread-safe; many may run at once."""
 
@@ -73,13 +87,14 @@ class Transfers:
         self._links = links
         self._verifier = Verifier(core) if core.options.verify_transfers else None
 
-    def pull(self, request: PullRequest, deadline: Deadline) -> None:
+    def pull(self, request: PullRequest, deadline: Deadline, watch: Watch) -> None:
         """Copy from a peer's cache into a local one; the bytes are in place when it returns.
 
         Raises:
             LLMException: see the public calls.
             TypeError: a negative block index.
         """
+        watch.enter(Phase.PLAN)
         ids = BlockIds.of(request.dst_blocks, request.src_blocks)
         if request.cluster_id == self._core.identity.cluster_id:
             raise invalid(request.operation, f"cluster {request.cluster_id} is this cluster itself")
@@ -94,36 +109,38 @@ class Transfers:
 
             if self._core.options.remote_accessible:
                 _check_accessible(local, request)
-                self._with_catalogue(request, request.key, link, local, spans, deadline, pull=True)
+                self._with_catalogue(_Call(request, local, link, deadline, watch), request.key, spans, pull=True)
             else:
-                self._with_lookup(request, link, local, spans, deadline)
+                self._with_lookup(_Call(request, local, link, deadline, watch), request.key, spans)
         finally:
             try:
                 local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
             finally:
                 self._core.catalogue.let_go(local, deadline)
 
-    def push(self, request: PushRequest, deadline: Deadline) -> None:
+    def push(self, request: PushRequest, deadline: Deadline, watch: Watch) -> None:
         """Copy from a local cache to a peer; the bytes are in place *there* when it returns.
 
         Raises:
             LLMException: see the public calls.
             TypeError: a negative block index.
         """
+        watch.enter(Phase.PLAN)
         ids = BlockIds.of(request.src_blocks, request.dst_blocks)
         local = self._local(request)
         try:
             self._hold(local, request, deadline)
             link = self._links.require(request.cluster_id, request.operation)
+            call = _Call(request, local, link, deadline, watch)
             if request.key is None:
-                self._to_addresses(request, link, local, ids, deadline)
+                self._to_addresses(call, request, ids)
                 return
             _check_accessible(local, request)
 
             def spans(remote: PeerCache, batch_index: int) -> Spans:
                 return plan_push(local, remote, batch_index, request, ids)
 
-            self._with_catalogue(request, request.key, link, local, spans, deadline, pull=False)
+            self._with_catalogue(call, request.key, spans, pull=False)
         finally:
             try:
                 local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
@@ -141,31 +158,23 @@ class Transfers:
         if not self._core.catalogue.hold(local, deadline):
             raise missing(request, f"there is no local cache {local.cache_id}")
 
-    def _with_catalogue(
-        self,
-        request: PullRequest | PushRequest,
-        key: Key,
-        link: PeerLink,
-        local: CacheEntry,
-        spans: Plan,
-        deadline: Deadline,
-        *,
-        pull: bool,
-    ) -> None:
+    def _with_catalogue(self, call: _Call, key: Key, spans: Plan, *, pull: bool) -> None:
         """Plan with the peer's catalogue, which may be out of date.
 
         Where planning fails it is fetched anew and looked at again, once. A catalogue that turns out to be old while
         the bytes are about to move is fetched as often as that happens.
         """
-        watch.enter(Phase.LOOKUP)
-        catalogue = self._asking(request, deadline, lambda: link.catalogue(deadline))
+        request, local, link, deadline = call.request, call.local, call.link, call.deadline
+        call.watch.enter(Phase.LOOKUP)
+        catalogue = _asking(call, lambda: link.catalogue(deadline))
         refreshed = False
         for _ in range(_MAX_ATTEMPTS):
+            call.watch.enter(Phase.PLAN)
             try:
                 remote, batch_index = _find(request, catalogue, key, pull=pull)
                 planned = spans(remote, batch_index)
                 note_data_types(link, local, remote)
-                path = self._move(request, link, local, planned, deadline, catalogue.epoch, pull=pull)
+                path = self._move(call, planned, catalogue.epoch, pull=pull)
             except (StaleEpochError, UnknownRegionError):
                 pass
             except LayoutError as error:
@@ -182,18 +191,20 @@ class Transfers:
                     FewTransfers.remember(link, path, name, local, remote, catalogue.epoch)
                 return
             old, refreshed = catalogue, True
-            catalogue = self._asking(request, deadline, functools.partial(link.catalogue, deadline, old))
+            call.watch.enter(Phase.LOOKUP)
+            catalogue = _asking(call, functools.partial(link.catalogue, deadline, old))
         raise missing(request, f"the cache for {key} of cluster {request.cluster_id} does not stay registered")
 
-    def _with_lookup(
-        self, request: PullRequest, link: PeerLink, local: CacheEntry, spans: Plan, deadline: Deadline
-    ) -> None:
+    def _with_lookup(self, call: _Call, key: Key, spans: Plan) -> None:
         """Let the peer look the source up; it holds the cache until ``Finish``."""
-        ask = messages.Lookup(key=_key_ref(request.key), timeout_ms=max(1, int(deadline.remaining() * 1000)))
-        found = self._asking(request, deadline, lambda: link.request(ask, deadline))
+        request, local, link, deadline = call.request, call.local, call.link, call.deadline
+        call.watch.enter(Phase.LOOKUP)
+        ask = messages.Lookup(key=_key_ref(key), timeout_ms=max(1, int(deadline.remaining() * 1000)))
+        found = _asking(call, lambda: link.request(ask, deadline))
         if not isinstance(found, messages.Found):
             raise _refused(found, request)
         moved = False
+        call.watch.enter(Phase.PLAN)
         try:
             remote = _understood(found.cache, request)
             if remote.has_blocks != (request.src_blocks is not None):
@@ -202,7 +213,7 @@ class Transfers:
                 raise LayoutError(message)
             planned = spans(remote, found.batch_index)
             note_data_types(link, local, remote)
-            self._move(request, link, local, planned, deadline, 0, pull=True)
+            self._move(call, planned, 0, pull=True)
             moved = True
         except LayoutError as error:
             raise misfit(request, local, remote, error) from error
@@ -216,20 +227,22 @@ class Transfers:
             range(remote.num_tensors) if layers is None else range(layers.start * per_layer, layers.stop * per_layer)
         )
         finish = messages.Finish(hold=found.hold, success=True, start=tensors.start, stop=tensors.stop)
-        ended = self._asking(request, deadline, lambda: link.request(finish, deadline), "confirm")
+        call.watch.enter(Phase.CONFIRM)
+        ended = _asking(call, lambda: link.request(finish, deadline), "confirm")
         if not isinstance(ended, messages.Ok):
             raise _refused(ended, request, "confirm")
 
-    def _to_addresses(
-        self, request: PushRequest, link: PeerLink, local: CacheEntry, ids: BlockIds, deadline: Deadline
-    ) -> None:
+    def _to_addresses(self, call: _Call, request: PushRequest, ids: BlockIds) -> None:
         """Push to raw addresses of the peer, which says in which of its regions they are."""
+        local = call.local
         try:
             runs = plan_to_addresses(local, request, ids)
         except LayoutError as error:
             raise invalid(request.operation, str(error), peer=request.cluster_id) from error
         ask = messages.Resolve(addresses=list(request.dst_addrs or ()), size=int((runs.remote + runs.lengths).max()))
-        where = self._asking(request, deadline, lambda: link.request(ask, deadline))
+        call.watch.enter(Phase.LOOKUP)
+        where = _asking(call, lambda: call.link.request(ask, call.deadline))
+        call.watch.enter(Phase.PLAN)
         if not isinstance(where, messages.Resolved) or len(where.regions) != len(ask.addresses):
             raise _refused(where, request)
         tensors = source_tensors(local, request)
@@ -240,23 +253,13 @@ class Transfers:
             runs=runs,
         )
         try:
-            self._move(request, link, local, spans, deadline, 0, pull=False)
+            self._move(call, spans, 0, pull=False)
         except RegionError as error:
             raise invalid(
                 request.operation, f"the destination was unregistered: {error}", peer=request.cluster_id
             ) from error
 
-    def _move(
-        self,
-        request: PullRequest | PushRequest,
-        link: PeerLink,
-        local: CacheEntry,
-        spans: Spans,
-        deadline: Deadline,
-        epoch: int,
-        *,
-        pull: bool,
-    ) -> Path:
+    def _move(self, call: _Call, spans: Spans, epoch: int, *, pull: bool) -> Path:
         """Move spans over the link's path, or the one for memory beyond its reach; the path that did it.
 
         Down the ladder if the system no longer permits a path.
@@ -265,8 +268,10 @@ class Transfers:
             RegionError: as the path raises it.
             LLMException: any other failure.
         """
+        request, link, deadline = call.request, call.link, call.deadline
         name: str | None = None
         beyond: Path | None = None
+        call.watch.enter(Phase.COPY)
         try:
             link.begin(deadline)
             if self._verifier is not None:
@@ -274,19 +279,21 @@ class Transfers:
             while True:
                 path = link.path(deadline, beyond)
                 name = path.name
+                call.watch.over(name, spans.total)
                 try:
                     (path.read if pull else path.write)(spans, deadline, epoch)
                 except PathDeniedError as error:
-                    link.demote(path, str(error))
+                    link.demote(path, str(error), error.hint)
                 except OutOfReachError:
                     beyond = path
                 else:
                     if self._verifier is not None:
+                        call.watch.enter(Phase.CONFIRM)
                         self._verifier.confirm(link, request.operation, name, spans, deadline)
                     return path
         except (PathError, ChannelClosedError) as error:
             failed = path_failure(error, request.operation, link, name, deadline)
-            failed.finished_blocks = _finished_blocks(error, request, local)
+            failed.finished_blocks = _finished_blocks(error, request, call.local)
             raise failed from error
         except RegionError as error:
             if isinstance(error, (StaleEpochError, UnknownRegionError)) and not deadline.expired():
@@ -299,11 +306,14 @@ class Transfers:
             finally:
                 link.end(deadline)
 
-    def _asking(self, request: Request, deadline: Deadline, ask: Callable[[], T], phase: str = "lookup") -> T:
-        try:
-            return ask()
-        except (ChannelClosedError, ReplyTimeoutError) as error:
-            raise transfer_failure(error, request.operation, request.cluster_id, None, deadline, phase) from error
+
+def _asking(call: _Call, ask: Callable[[], T], phase: str = "lookup") -> T:
+    """What the peer answers."""
+    try:
+        return ask()
+    except (ChannelClosedError, ReplyTimeoutError) as error:
+        request = call.request
+        raise transfer_failure(error, request.operation, request.cluster_id, None, call.deadline, phase) from error
 
 
 def _find(request: Request, catalogue: PeerCatalogue, key: Key, *, pull: bool) -> tuple[PeerCache, int]:

@@ -20,7 +20,7 @@ from llm_datadist.status import (
     raise_if_false,
     raise_if_true,
 )
-from llm_datadist.utils import log, utils
+from llm_datadist.utils import limits, log, utils
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,7 +169,9 @@ class LayerTransfer:
         try:
             thread.start()
         except RuntimeError as error:
-            failed = _failed(f"no thread could be started: {error}")
+            reason, hint = limits.explain(error)
+            failed = _failed(f"no thread could be started: {reason}; {hint}")
+            failed.retryable, failed.hint = True, hint
             raise failed from error
 
     def wait(self, timeout_in_millis: int | None) -> list[LLMStatusCode | None] | None:

@@ -67,15 +67,24 @@ class RegionTable:
     """The regions of one engine; thread-safe."""
 
     def __init__(self) -> None:
+        """An empty table.
+
+        Raises:
+            OSError: the system gives no descriptors or no memory.
+        """
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, _TABLE_BYTES)
-        self._map = mmap.mmap(self._fd, _TABLE_BYTES)
-        with contextlib.suppress(OSError):  # whoever gets the descriptor cannot change what we rely on
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        with contextlib.ExitStack() as undo:
+            self._fd = os.memfd_create("llm-datadist-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, self._fd)
+            os.ftruncate(self._fd, _TABLE_BYTES)
+            self._map = undo.enter_context(mmap.mmap(self._fd, _TABLE_BYTES))
+            with contextlib.suppress(OSError):  # whoever gets the descriptor cannot change what we rely on
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+            self._probe = shared.create("llm-datadist-probe", mmap.PAGESIZE)
+            undo.pop_all()
         self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(CAPACITY, 4)
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
         self._words = memoryview(self.rows.reshape(-1).data)
@@ -87,7 +96,6 @@ class RegionTable:
         self._waiters = 0
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         """Content of the probe region: a peer that reads it back has proved that its path works."""
-        self._probe = shared.create("llm-datadist-probe", mmap.PAGESIZE)
         ctypes.memmove(self._probe.base, self.nonce, NONCE_BYTES)
         self.probe_region = self.add(self._probe.base, NONCE_BYTES)
 

@@ -176,9 +176,8 @@ class NativeEngine:
     @status("UnregisterKvCache")
     def unregister(self, cache_id: int) -> None:
         """Forget a cache; its memory is the caller's again afterwards."""
-        engine = self._running()
+        self._running().unregister(cache_id)
         self._caches.pop(cache_id, None)
-        engine.unregister(cache_id)
 
     def allocate(
         self, placement: int, num_tensors: int, data_type: int, shape: Sequence[int]

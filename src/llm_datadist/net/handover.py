@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -18,9 +19,18 @@ from llm_datadist.net.channel import set_timeouts
 from llm_datadist.net.forks import own
 from llm_datadist.net.listener import Acceptor
 from llm_datadist.net.loop import READ
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 from llm_datadist.wire.framing import ProtocolError
-from llm_datadist.wire.handover import MAX_AREAS, MAX_BYTES, TOKEN_BYTES, Handover, SharedArea, decode, encode
+from llm_datadist.wire.handover import (
+    MAX_AREAS,
+    MAX_BYTES,
+    REQUEST_BYTES,
+    TOKEN_BYTES,
+    Handover,
+    SharedArea,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,12 +43,13 @@ _FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class HandoverServer(Acceptor):
-    """The owner's end. A peer gets the descriptors once for each link whose token it knows."""
+    """The owner's end. A peer gets the descriptors once for each link to which it proves to belong."""
 
     def __init__(self, areas: Sequence[Area], loop: Loop, known: Callable[[bytes], bool]) -> None:
         """Listen under a random name.
 
-        ``known`` tells whether a token is that of a link; it is called on the loop's thread.
+        ``known`` tells whether a request (``auth.handover_request``) is that of a link; it is called on the loop's
+        thread.
 
         Raises:
             OSError: the system gives no such socket.
@@ -64,24 +75,25 @@ class HandoverServer(Acceptor):
         user = _user_of(sock)
         if user in _trusted():
             return True
-        log.warn("connection to %s dropped: it came from user %d", self._name, user)
+        log.warn_rarely(f"{self._name} {user}", "connection to %s dropped: it came from user %d", self._name, user)
         return False
 
     def _wants(self, said: bytearray) -> int:
-        del said  # a packet comes whole; one that is too long is not a token
-        return TOKEN_BYTES + 1
+        del said  # a packet comes whole; one that is too long is no request
+        return REQUEST_BYTES + 1
 
     def _understand(self, sock: socket.socket, said: bytearray) -> None:
-        token = bytes(said)
-        if not self._known(token) or token in self._given:
-            message = "not the token of a link that has not got its descriptors yet"
+        request = bytes(said)
+        token = request[:TOKEN_BYTES]
+        if not self._known(request) or token in self._given:
+            message = "not the proof of a link that has not got its descriptors yet"
             raise ProtocolError(message)
         self._let_go(sock)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, self._descriptors)
         try:
             sock.sendmsg([self._packet], [rights], _FLAGS)
         except OSError as error:
-            log.warn("cannot hand over descriptors: %s", error)
+            log.warn("cannot hand over descriptors: %s", limits.with_hint(error))
             sock.close()
             return
         self._given[token] = sock
@@ -107,8 +119,8 @@ class Parcel(NamedTuple):
         _close(area.fd for area in self.areas)
 
 
-def fetch(name: str, token: bytes, deadline: Deadline) -> Parcel:
-    """Get the descriptors of the owner that listens under ``name``.
+def fetch(name: str, request: bytes, deadline: Deadline) -> Parcel:
+    """Get the descriptors of the owner that listens under ``name``, with the request of the link.
 
     Raises:
         OSError: nobody listens there, or nothing came by the deadline.
@@ -122,7 +134,8 @@ def fetch(name: str, token: bytes, deadline: Deadline) -> Parcel:
         if user not in _trusted():
             message = f"the peer runs as user {user}, this process as {os.geteuid()}"
             raise ProtocolError(message)
-        sock.send(token, socket.MSG_NOSIGNAL)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused already, as is seen below
+            sock.send(request, socket.MSG_NOSIGNAL)
         return Parcel(sock, _receive(sock))
     except BaseException:
         sock.close()
@@ -131,7 +144,10 @@ def fetch(name: str, token: bytes, deadline: Deadline) -> Parcel:
 
 def _receive(sock: socket.socket) -> list[Area]:
     room = socket.CMSG_SPACE(MAX_AREAS * array.array("i").itemsize)
-    packet, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    try:
+        packet, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        packet, ancillary, flags = b"", [], 0
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -141,6 +157,8 @@ def _receive(sock: socket.socket) -> list[Area]:
             message = "the peer refused: it runs as another user, or does not know the link (any more)"
             raise ProtocolError(message)
         announced = decode(packet).areas
+        if flags & socket.MSG_CTRUNC and len(descriptors) < len(announced):  # the kernel could not install them all
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(descriptors) != len(announced):
             message = f"{len(announced)} descriptors were announced, {len(descriptors)} came"
             raise ProtocolError(message)

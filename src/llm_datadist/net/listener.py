@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import socket
 import threading
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.net.address import resolve, text
 from llm_datadist.net.forks import own
 from llm_datadist.net.loop import READ
-from llm_datadist.utils import log
+from llm_datadist.net.security import TlsError, peer_host
+from llm_datadist.net.waiting import share_of_descriptors
+from llm_datadist.utils import limits, log
 from llm_datadist.wire import framing
 from llm_datadist.wire.data import GREETING_BYTES, Greeting
 from llm_datadist.wire.framing import Kind, ProtocolError
@@ -21,13 +24,14 @@ if TYPE_CHECKING:
 
     from llm_datadist.net.address import Address, SockAddr
     from llm_datadist.net.loop import Loop, Timer
-    from llm_datadist.utils.deadline import Deadline
+    from llm_datadist.net.tls import Tls, TlsContexts
 
 _BACKLOG: Final = 512
 _MAX_STRANGERS: Final = 512
 _PATIENCE_S: Final = 10.0
 """How long a connection may take to say what it is for."""
 _PAUSE_S: Final = 0.2
+_TLS_READ: Final = 16 << 10
 _GREETED_BYTES: Final = framing.PREAMBLE_SIZE + GREETING_BYTES
 _CLOSE_S: Final = 2.0
 
@@ -56,6 +60,9 @@ class Acceptor(abc.ABC):
         self._name = name
         self._loop = loop
         self._strangers: dict[socket.socket, _Stranger] = {}
+        self._most_strangers = share_of_descriptors(_MAX_STRANGERS)
+        self._starved = False
+        """Whether it has been said that connections cannot be accepted at the moment."""
         try:
             sock.settimeout(0)
             sock.bind(where)
@@ -109,14 +116,17 @@ class Acceptor(abc.ABC):
             except OSError as error:
                 # Out of descriptors, say: leave the connection in the backlog and try again in a moment.
                 if self._sock.fileno() >= 0:
-                    log.error("cannot accept connections on %s: %s", self._name, error.strerror)
+                    if not self._starved:
+                        log.error("cannot accept connections on %s: %s", self._name, limits.with_hint(error))
+                    self._starved = True
                     self._loop.unwatch(self._sock)
                     self._loop.call_later(_PAUSE_S, self._watch)
                 return
+            self._starved = False
             if not self._admits(sock):
                 sock.close()
                 continue
-            if len(self._strangers) >= _MAX_STRANGERS:
+            if len(self._strangers) >= self._most_strangers:
                 self._drop(next(iter(self._strangers)))
             own(sock).settimeout(0)
             patience = self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
@@ -141,8 +151,12 @@ class Acceptor(abc.ABC):
         try:
             self._understand(sock, said)
         except ProtocolError as error:
-            log.warn("connection to %s dropped: %s", self._name, error)
+            self._complain(sock, str(error))
             self._drop(sock)
+
+    def _complain(self, sock: socket.socket, reason: str) -> None:
+        where = peer_host(sock)
+        log.warn_rarely(f"{self._name} {where}", "connection to %s from %s dropped: %s", self._name, where, reason)
 
     def _let_go(self, sock: socket.socket) -> None:
         """It is a stranger no longer."""
@@ -162,7 +176,8 @@ class Listener(Acceptor):
     """Accepts connections on one address and sorts them by their preamble.
 
     ``on_control(sock)`` and ``on_data(sock, greeting)`` are called on the loop's thread and own the socket from then
-    on.
+    on. With ``tls``, those that ask for TLS are ``TlsSocket``s whose handshake is over; whether one without it is
+    wanted is for the callbacks to say.
     """
 
     def __init__(
@@ -171,6 +186,7 @@ class Listener(Acceptor):
         loop: Loop,
         on_control: Callable[[socket.socket], object],
         on_data: Callable[[socket.socket, Greeting], object],
+        tls: TlsContexts | None = None,
     ) -> None:
         """Bind and listen.
 
@@ -181,6 +197,7 @@ class Listener(Acceptor):
         family, sockaddr = resolve(address)
         self._on_control = on_control
         self._on_data = on_data
+        self._tls = tls
         sock = own(socket.socket(family, socket.SOCK_STREAM))
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -200,7 +217,10 @@ class Listener(Acceptor):
     def _understand(self, sock: socket.socket, said: bytearray) -> None:
         if len(said) < framing.PREAMBLE_SIZE:
             return
-        if framing.parse_preamble(said[: framing.PREAMBLE_SIZE]) is Kind.CONTROL:
+        kind, wants_tls = framing.parse_preamble(said[: framing.PREAMBLE_SIZE])
+        if wants_tls:
+            self._begin_tls(sock, kind)
+        elif kind is Kind.CONTROL:
             self._let_go(sock)
             self._on_control(sock)
         elif len(said) == _GREETED_BYTES:
@@ -208,22 +228,73 @@ class Listener(Acceptor):
             self._let_go(sock)
             self._on_data(sock, greeting)
 
+    def _begin_tls(self, sock: socket.socket, kind: Kind) -> None:
+        answer = framing.preamble(kind, tls=self._tls is not None)
+        with contextlib.suppress(OSError):
+            sock.send(answer, socket.MSG_NOSIGNAL)
+        if self._tls is None:
+            message = (
+                "it asks for TLS, which this side does not use: set tls_cert, tls_key, tls_ca on both sides or neither"
+            )
+            raise ProtocolError(message)
+        self._loop.watch(sock, READ, functools.partial(self._shake_hands, sock, kind, self._tls.listening()))
 
-def connect(address: Address, greeting: bytes, deadline: Deadline) -> socket.socket:
-    """A blocking socket connected to ``address``, on which ``greeting`` has been sent.
+    def _shake_hands(self, sock: socket.socket, kind: Kind, tls: Tls, _events: int) -> None:
+        """It is a stranger still: the limits of number and time go on."""
+        try:
+            data = sock.recv(_TLS_READ)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(sock)
+            return
+        try:
+            tls.feed(data)
+            over = tls.shake_hands()
+            self._send(sock, tls.outgoing())
+            if over:
+                self._welcome(sock, kind, tls)
+        except (TlsError, ProtocolError) as error:
+            self._complain(sock, f"TLS: {error}")
+            self._send(sock, tls.outgoing())
+            self._turn_away(sock)
 
-    Raises:
-        OSError: refused, unreachable, or (``TimeoutError``) not by the deadline.
-        ValueError: ``address`` is not an IP literal.
-    """
-    family, sockaddr = resolve(address)
-    sock = own(socket.socket(family, socket.SOCK_STREAM))
-    try:
-        sock.settimeout(max(deadline.remaining(), 0.001))
-        sock.connect(sockaddr)
-        sock.sendall(greeting)
-        sock.settimeout(None)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    def _welcome(self, sock: socket.socket, kind: Kind, tls: Tls) -> None:
+        from llm_datadist.net.tls import TlsSocket  # noqa: PLC0415 - loads ssl
+
+        if kind is Kind.CONTROL:
+            self._let_go(sock)
+            self._on_control(TlsSocket.adopt(sock, tls))
+            return
+        said = self._strangers[sock].said
+        room = memoryview(bytearray(_GREETED_BYTES - len(said)))
+        said += room[: tls.read_into(room)]
+        if len(said) == _GREETED_BYTES:
+            greeting = Greeting.decode(bytes(said[framing.PREAMBLE_SIZE :]))
+            self._let_go(sock)
+            self._on_data(TlsSocket.adopt(sock, tls), greeting)
+
+    def _send(self, sock: socket.socket, data: bytes) -> None:
+        """A flight of a handshake: less than the buffer of a new connection."""
+        with contextlib.suppress(OSError):
+            if data:
+                sock.send(data, socket.MSG_NOSIGNAL)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        """Let it read the alert: were it closed with bytes unread, the kernel would throw the alert away."""
+
+        def ignore(_events: int) -> None:
+            try:
+                if sock.recv(_TLS_READ):
+                    return
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                pass
+            self._drop(sock)
+
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+        self._loop.watch(sock, READ, ignore)

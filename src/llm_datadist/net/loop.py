@@ -13,17 +13,23 @@ import os
 import selectors
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 _LONGEST_S: Final = 3600.0  # the system call ends at about 2**31 ms
+
+
+class HasFileno(Protocol):
+    """A socket, or whatever else can be watched."""
+
+    def fileno(self) -> int:
+        """Its descriptor; -1 once it is closed."""
 
 
 class Timer:
@@ -43,27 +49,44 @@ class Loop:
     """An event loop on its own daemon thread. Every method may be called from any thread."""
 
     def __init__(self, name: str) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, READ, None)
+        """Start it.
+
+        Raises:
+            OSError: the system gives no descriptors.
+            RuntimeError: it gives no thread.
+        """
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] = []
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._closed = False
+        self.ended = False
+        """Whether its thread runs nothing any more."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake_fd)
+            self._selector.register(self._wake_fd, READ, None)
+            self._thread.start()
+            undo.pop_all()
 
     def in_loop(self) -> bool:
         """Whether the caller runs on the loop's thread."""
         return threading.get_ident() == self._thread.ident
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop's thread."""
+        """Run ``callback`` on the loop's thread; at once, by the caller, if that has ended.
+
+        Nothing is left to do then but to close what came too late.
+        """
         with self._lock:
-            self._calls.append(callback)
-            if not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
+            if not self.ended:
+                self._calls.append(callback)
+                if not self._closed:
+                    os.eventfd_write(self._wake_fd, 1)
+                return
+        guarded(callback)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         """Run ``callback`` on the loop's thread after ``seconds``."""
@@ -74,14 +97,20 @@ class Loop:
                 os.eventfd_write(self._wake_fd, 1)
         return timer
 
-    def watch(self, sock: socket.socket, events: int, callback: Callable[[int], object]) -> None:
-        """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only."""
+    def watch(self, sock: HasFileno, events: int, callback: Callable[[int], object]) -> bool:
+        """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only.
+
+        False if the loop has ended: nobody watches.
+        """
+        if self.ended:
+            return False
         if sock.fileno() in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
+        return True
 
-    def unwatch(self, sock: socket.socket) -> None:
+    def unwatch(self, sock: HasFileno) -> None:
         """Stop watching; does nothing for a socket that is not watched. Loop thread only."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
@@ -101,6 +130,7 @@ class Loop:
             with self._lock:
                 calls, self._calls = self._calls, []
                 if self._closed and not calls:
+                    self.ended = True
                     break
                 timeout = self._timeout() if not calls else 0
             for call in calls:

@@ -7,12 +7,16 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
-from llm_datadist.utils import log
+from llm_datadist.utils import limits, log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Task = tuple[Future[object], Callable[[], object]]
+
+
+class NoThreadError(CancelledError):
+    """The system gives no thread, and there is none yet: whoever can should do the work on its own."""
 
 
 class Workers:
@@ -21,7 +25,7 @@ class Workers:
     def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._count = count
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # signal handlers may transfer, too
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = 0
         self._free = 0
@@ -34,7 +38,7 @@ class Workers:
         Who must not lose it, whatever interrupts this call, gives the future: it can be cancelled, or has been begun.
 
         Raises:
-            CancelledError: the pool is closed, or no thread can be started.
+            CancelledError: the pool is closed, or (``NoThreadError``) no thread can be started.
         """
         future = future or Future()
         with self._lock:
@@ -53,7 +57,7 @@ class Workers:
             thread.start()
         except RuntimeError as error:
             if not self._threads:
-                raise CancelledError(str(error)) from error
+                raise NoThreadError(limits.with_hint(error)) from error
             return
         self._threads += 1
         self._free += 1
@@ -69,7 +73,9 @@ class Workers:
 
         try:
             future = self.submit(guarded)
-        except CancelledError:
+        except CancelledError as error:
+            if isinstance(error, NoThreadError):
+                log.warn("work for the threads %s is refused: %s", self._name, error)
             dropped()
         else:
             future.add_done_callback(lambda ended: dropped() if ended.cancelled() else None)

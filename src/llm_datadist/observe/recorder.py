@@ -6,13 +6,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.observe.events import Step, Transfer
+from llm_datadist.observe.events import Phase, Step, Transfer
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from llm_datadist.observe.events import Observer, Phase, Served
+    from llm_datadist.observe.events import Observer, Served
+    from llm_datadist.utils.deadline import Deadline
 
 SUCCESS: Final = "LLM_SUCCESS"
 _OTHER: Final = "LLM_FAILED"
@@ -23,9 +24,9 @@ class Watch:
 
     active = True
 
-    def __init__(self, recorder: Recorder, transfer_id: int, operation: str, peer: int) -> None:
+    def __init__(self, recorder: Recorder, deadline: Deadline, operation: str, peer: int) -> None:
         self._recorder = recorder
-        self._transfer_id = transfer_id
+        self._deadline = deadline
         self._operation = operation
         self._peer = peer
         self._path = ""
@@ -47,8 +48,14 @@ class Watch:
         self._path, self._bytes = path, num_bytes
 
     def _end_step(self, now: int) -> None:
-        if self._phase is not None:
-            self._steps.append(Step(self._phase, self._since + self._offset, now + self._offset))
+        if self._phase is None:
+            return
+        start, end = self._since + self._offset, now + self._offset
+        queued = min(int(self._deadline.queued_s * 1e9), end - start) if self._phase is Phase.COPY else 0
+        if queued:
+            self._deadline.queued_s = 0.0
+            self._steps.append(Step(Phase.QUEUE, start, start + queued))
+        self._steps.append(Step(self._phase, start + queued, end))
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
@@ -61,7 +68,7 @@ class Watch:
         status = SUCCESS if kind is None else getattr(getattr(error, "status_code", None), "name", _OTHER)
         self._recorder.transfer(
             Transfer(
-                transfer_id=self._transfer_id,
+                transfer_id=self._deadline.transfer_id,
                 operation=self._operation,
                 peer=self._peer,
                 path=self._path,
@@ -102,30 +109,48 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._observers: tuple[Observer, ...] = ()
+        self.observers: tuple[Observer, ...] = ()
 
     @property
     def active(self) -> bool:
         """Whether anybody observes."""
-        return bool(self._observers)
+        return bool(self.observers)
 
     def add(self, observer: Observer) -> None:
         """Tell it from now on."""
         with self._lock:
-            self._observers = (*self._observers, observer)
+            self.observers = (*self.observers, observer)
 
     def remove(self, observer: Observer) -> None:
         """Tell it no longer; without effect if it was not told."""
         with self._lock:
-            self._observers = tuple(each for each in self._observers if each is not observer)
+            self.observers = tuple(each for each in self.observers if each is not observer)
 
-    def watch(self, transfer_id: int, operation: str, peer: int) -> Watch:
-        """The context for one transfer."""
-        return Watch(self, transfer_id, operation, peer) if self._observers else NO_WATCH
+    def watch(self, deadline: Deadline, operation: str, peer: int) -> Watch:
+        """The context for the transfer that this deadline belongs to."""
+        return Watch(self, deadline, operation, peer) if self.observers else NO_WATCH
+
+    def short(
+        self,
+        operation: str,
+        peer: int,
+        path: str,
+        deadline: Deadline,
+        begun_ns: int,
+        status: str = SUCCESS,
+        *,
+        num_bytes: int = 0,
+    ) -> None:
+        """A small transfer that began at ``begun_ns`` of the monotonic clock has ended: it is one step, a copy."""
+        now = time.monotonic_ns()
+        offset = time.time_ns() - now
+        step = Step(Phase.COPY, begun_ns + offset, now + offset)
+        ended = (step.start_ns, step.end_ns, (step,))
+        self.transfer(Transfer(deadline.transfer_id, operation, peer, path, status, num_bytes, *ended))
 
     def transfer(self, event: Transfer) -> None:
         """A transfer has ended."""
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 observer.transfer(event)
             except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
@@ -133,7 +158,7 @@ class Recorder:
 
     def served(self, event: Served) -> None:
         """A request of a peer has been answered."""
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 observer.served(event)
             except Exception as error:  # noqa: BLE001 - an observer must not break what it observes

@@ -51,7 +51,11 @@ class PathRejectedError(PathError):
 
 
 class PathDeniedError(PathError):
-    """The system no longer permits this path; another one may work."""
+    """The system no longer permits this path; another one may work. ``hint`` says what would help, if anything."""
+
+    def __init__(self, reason: str, hint: str | None = None) -> None:
+        super().__init__(reason)
+        self.hint = hint
 
 
 class OutOfReachError(PathError):

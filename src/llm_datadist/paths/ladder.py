@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llm_datadist.layout.spans import Spans
 from llm_datadist.memory.regions import RegionError
-from llm_datadist.paths.base import Path, PathError, PathRejectedError, PathTimeoutError, PeerGoneError
-from llm_datadist.paths.inprocess import InProcess
-from llm_datadist.paths.mapped import Mapped
-from llm_datadist.paths.process_vm import ProcessVm
+from llm_datadist.paths import registry
+from llm_datadist.paths.base import (
+    Path,
+    PathDeniedError,
+    PathError,
+    PathRejectedError,
+    PathTimeoutError,
+    PeerGoneError,
+)
 from llm_datadist.paths.tcp import Tcp
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.paths.base import Context, Peer, Transport
+    from llm_datadist.paths.base import Context, Peer
     from llm_datadist.utils.deadline import Deadline
     from llm_datadist.wire.messages import Identity
-
-TRANSPORTS: Final[dict[str, Transport]] = {
-    transport.name: transport for transport in (InProcess(), ProcessVm(), Mapped(), Tcp())
-}
-"""All known transports, best first."""
-DEFAULT_ORDER: Final = tuple(TRANSPORTS)
 
 
 def one_sided(peer: Peer, ours: Identity, permitted: Sequence[str]) -> bool:
     """Whether the peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
     same_host = bool(ours.boot_id) and peer.identity.boot_id == ours.boot_id
-    return same_host and any(
-        name in permitted and name in peer.offer.paths for name in (InProcess.name, ProcessVm.name, Mapped.name)
-    )
+    common = [name for name in permitted if name in peer.offer.paths and name != Tcp.name]
+    return any(same_host or name not in registry.BUILT_IN for name in common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,9 @@ class Attempt:
     """How it works, or why it is not used."""
     hint: str | None = None
     """What would make it usable."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}" + (f" [{self.hint}]" if self.hint else "")
 
 
 class Route:
@@ -64,13 +65,15 @@ class Route:
         self._lock = threading.Lock()
         self._attempts: list[Attempt] = [
             Attempt(name, chosen=False, reason="not permitted by this side's configuration")
-            for name in DEFAULT_ORDER
+            for name in registry.names()
             if name not in order
         ]
         self._paths: tuple[Path, ...] = ()
         """Those in use; each one is for what those before it do not reach."""
         self._ended: list[Path] = []
+        self._warned = False
         self._closed = False
+        self.cluster_id = peer.identity.cluster_id
 
     def connect(self, deadline: Deadline, beyond: Path | None = None) -> Path:
         """The path in use, or the one for what lies ``beyond`` a path; finds one first if there is none.
@@ -87,6 +90,7 @@ class Route:
                 at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
                 if at == len(self._paths):
                     self._paths += (self._climb(deadline),)
+                    self._warn_if_slower()
                 path = self._paths[at]
         finally:
             self._lock.release()
@@ -97,15 +101,25 @@ class Route:
             raise PeerGoneError(message)
         return path
 
-    def demote(self, path: Path, reason: str) -> None:
-        """Stop using ``path``: the system does not permit it any more."""
+    def demote(self, path: Path, reason: str, hint: str | None) -> None:
+        """Stop using ``path``: the system does not permit it any more. ``hint`` says what would help."""
         with self._lock:
             if path in self._paths:
                 self._paths = tuple(other for other in self._paths if other is not path)
                 self._ended.append(path)
                 self._attempts = [attempt for attempt in self._attempts if attempt.name != path.name]
-                self._attempts.append(Attempt(path.name, chosen=False, reason=f"stopped working: {reason}"))
-                log.warn("path %s to cluster %d stopped working: %s", path.name, self._peer.identity.cluster_id, reason)
+                attempt = Attempt(path.name, chosen=False, reason=f"stopped working: {reason}", hint=hint)
+                self._attempts.append(attempt)
+                self._warned = True
+                log.warn("cluster %d is reached over another path from now on: %s", self.cluster_id, attempt)
+
+    def _warn_if_slower(self) -> None:
+        """Say once for which reasons that can be helped a path is not the fastest one that both sides permit."""
+        slower = [attempt for attempt in self._attempts if attempt.hint]
+        if slower and not self._warned:
+            self._warned = True
+            reasons = "; ".join(map(str, slower))
+            log.warn("cluster %d is reached over %s only: %s", self.cluster_id, self._paths[-1].name, reasons)
 
     @property
     def path(self) -> Path | None:
@@ -162,7 +176,7 @@ class Route:
             self._attempts.append(Attempt(name, chosen=True, reason=reason))
             self._left.pop(0)
             return path
-        reasons = "; ".join(f"{attempt.name}: {attempt.reason}" for attempt in self._attempts if not attempt.chosen)
+        reasons = "; ".join(str(attempt) for attempt in self._attempts if not attempt.chosen)
         what = "this memory of the peer" if self._paths else "the peer"
         message = f"no path to {what} works ({reasons})"
         raise PathError(message)
@@ -171,15 +185,29 @@ class Route:
         if name not in self._peer.offer.paths:
             message = "not permitted by the peer's configuration"
             raise PathRejectedError(message)
-        path = TRANSPORTS[name].connect(self._peer, self._context, deadline)
+        path = self._connected(name, deadline)
         try:
             probe(path, self._peer, deadline)
-        except (PathError, RegionError) as error:
+        except Exception as error:
             path.close()
-            hint = error.hint if isinstance(error, PathRejectedError) else None
+            if name in registry.BUILT_IN and not isinstance(error, (PathError, RegionError)):
+                raise  # of others' paths we cannot know what they raise
+            hint = error.hint if isinstance(error, (PathRejectedError, PathDeniedError)) else None
             message = f"the probe failed: {error}"
             raise PathRejectedError(message, hint) from error
         return path
+
+    def _connected(self, name: str, deadline: Deadline) -> Path:
+        transport = registry.get(name)
+        try:
+            return transport.connect(self._peer, self._context, deadline)
+        except PathRejectedError:
+            raise
+        except Exception as error:
+            if name in registry.BUILT_IN:
+                raise
+            message = f"it cannot connect: {type(error).__name__}: {error}"
+            raise PathRejectedError(message) from error
 
 
 def probe(path: Path, peer: Peer, deadline: Deadline) -> None:

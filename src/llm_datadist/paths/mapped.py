@@ -18,7 +18,8 @@ from llm_datadist.memory.regions import RegionError, RegionView
 from llm_datadist.memory.shared import Mapping, NotSealedError
 from llm_datadist.net.handover import fetch
 from llm_datadist.paths.base import OutOfReachError, PathFaultError, PathRejectedError, Transport
-from llm_datadist.paths.one_sided import OneSidedPath, same_host
+from llm_datadist.paths.one_sided import OneSidedPath, require_same_host
+from llm_datadist.utils import limits
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
@@ -95,9 +96,7 @@ class Mapped(Transport):
 
     def connect(self, peer: Peer, context: Context, deadline: Deadline) -> Path:
         """See ``Transport.connect``."""
-        if not same_host(peer.identity, context.identity):
-            message = "the peer is on another host"
-            raise PathRejectedError(message)
+        require_same_host(peer.identity, context.identity)
         if peer.offer.handover is None:
             message = "the peer has no memory pool"
             raise PathRejectedError(message, "set LLMConfig.mem_pool_cfg there and allocate its caches")
@@ -107,15 +106,22 @@ class Mapped(Transport):
             message = "the peer's socket for shared memory cannot be seen from here"
             hint = "share one network namespace (docker: --network=container:NAME; containers of one pod do)"
             raise PathRejectedError(message, hint) from error
-        except (OSError, ProtocolError) as error:
-            late = isinstance(error, BlockingIOError)
-            message = f"cannot get the peer's shared memory: {'it did not answer in time' if late else error}"
-            raise PathRejectedError(message, None if late else "run both processes as the same user") from error
+        except BlockingIOError as error:
+            message = "cannot get the peer's shared memory: it did not answer in time"
+            raise PathRejectedError(message) from error
+        except OSError as error:
+            reason, help_ = limits.explain(error)
+            message = f"cannot get the peer's shared memory: {reason}"
+            raise PathRejectedError(message, help_) from error
+        except ProtocolError as error:
+            message = f"cannot get the peer's shared memory: {error}"
+            raise PathRejectedError(message, "run both processes as the same user") from error
         try:
             return _mapped(parcel, context)
         except (OSError, RegionError, NotSealedError) as error:
-            message = f"cannot map the peer's shared memory: {error}"
-            raise PathRejectedError(message) from error
+            reason, help_ = limits.explain(error)
+            message = f"cannot map the peer's shared memory: {reason}"
+            raise PathRejectedError(message, help_) from error
         finally:
             parcel.close_descriptors()
 

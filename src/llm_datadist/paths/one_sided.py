@@ -15,7 +15,7 @@ from llm_datadist.layout.progress import Progress
 from llm_datadist.memory import iovec, syscalls
 from llm_datadist.memory.move import MemoryFaultError, move
 from llm_datadist.memory.regions import StaleEpochError
-from llm_datadist.paths.base import FEW, Path, PathError, PathFaultError, PeerGoneError, Shortcut
+from llm_datadist.paths.base import FEW, Path, PathError, PathFaultError, PathRejectedError, PeerGoneError, Shortcut
 from llm_datadist.paths.parallel import Checkpoint, run
 
 if TYPE_CHECKING:
@@ -39,9 +39,19 @@ _PARTS_PER_THREAD: Final = 8
 """So many, so that no thread has much left to do when the others have finished."""
 
 
-def same_host(theirs: Identity, ours: Identity) -> bool:
-    """Whether both run on the same kernel, as far as that is known."""
-    return bool(ours.boot_id) and theirs.boot_id == ours.boot_id
+def require_same_host(theirs: Identity, ours: Identity) -> None:
+    """Make sure that both run on the same kernel.
+
+    Raises:
+        PathRejectedError: they do not, or it is not known.
+    """
+    for who, identity in (("this process", ours), ("the peer", theirs)):
+        if not identity.boot_id:
+            message = f"{who} cannot tell on which host it is: it does not see /proc/sys/kernel/random/boot_id"
+            raise PathRejectedError(message, f"mount /proc for {who}")
+    if theirs.boot_id != ours.boot_id:
+        message = "the peer is on another host"
+        raise PathRejectedError(message)
 
 
 class _Scratch:

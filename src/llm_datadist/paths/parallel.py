@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
+from llm_datadist.net.workers import NoThreadError
 from llm_datadist.paths.base import PathTimeoutError, PeerGoneError
 
 if TYPE_CHECKING:
@@ -61,8 +63,9 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
     futures: list[Future[object]] = [Future() for _ in parts[1:]]
     try:
         try:
-            for future, part in zip(futures, parts[1:], strict=True):
-                workers.submit(functools.partial(guarded, part), future)
+            with contextlib.suppress(NoThreadError):  # then this thread does them all
+                for future, part in zip(futures, parts[1:], strict=True):
+                    workers.submit(functools.partial(guarded, part), future)
             guarded(parts[0])
             for future, part in zip(futures, parts[1:], strict=True):
                 if future.cancel():  # all workers are busy, perhaps with a peer that is stalled

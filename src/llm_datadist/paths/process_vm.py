@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from llm_datadist.memory.move import DENIED
 from llm_datadist.memory.regions import RegionError, RegionView
 from llm_datadist.paths.base import PathDeniedError, PathFaultError, PathRejectedError, PeerGoneError, Transport
-from llm_datadist.paths.one_sided import OneSidedPath, same_host
+from llm_datadist.paths.one_sided import OneSidedPath, require_same_host
+from llm_datadist.paths.permission import why_denied
+from llm_datadist.utils import limits
 from llm_datadist.utils.process import start_time
 
 if TYPE_CHECKING:
     from llm_datadist.paths.base import Context, Path, Peer
     from llm_datadist.utils.deadline import Deadline
-
-_PTRACE_HINT: Final = (
-    "run both processes as the same user in the same user namespace, or grant CAP_SYS_PTRACE (docker: --cap-add "
-    "SYS_PTRACE), or set kernel.yama.ptrace_scope=0"
-)
 
 
 class ProcessVmPath(OneSidedPath):
@@ -31,15 +28,15 @@ class ProcessVmPath(OneSidedPath):
 
     name = "process_vm"
 
-    def __init__(self, pid: int, pidfd: int, started: int, view: RegionView, context: Context) -> None:
-        super().__init__(pid, pidfd, view, context)
+    def __init__(self, peer: Peer, pidfd: int, view: RegionView, context: Context) -> None:
+        super().__init__(peer.identity.pid, pidfd, view, context)
+        self._peer = peer
         self._pidfd = pidfd
-        self._started = started
 
     def _was_the_peer(self) -> bool:
         # Pids are given out in a circle: one that no other process has now had none in the short time since the end.
         try:
-            return start_time(self.pid) == self._started
+            return start_time(self.pid) == self._peer.identity.start_time
         except OSError:
             return True
 
@@ -50,7 +47,7 @@ class ProcessVmPath(OneSidedPath):
         if error.errno == errno.ESRCH:
             return PeerGoneError(self._ended())
         if error.errno in DENIED:
-            return PathDeniedError(f"{error.strerror}: {_PTRACE_HINT}")
+            return PathDeniedError(*why_denied(self._peer, error.errno))
         return PathFaultError(str(error))
 
     def close(self) -> None:
@@ -73,29 +70,46 @@ class ProcessVm(Transport):
     def connect(self, peer: Peer, context: Context, deadline: Deadline) -> Path:
         """See ``Transport.connect``."""
         del deadline
-        theirs, ours = peer.identity, context.identity
-        if not same_host(theirs, ours):
-            message = "the peer is on another host"
-            raise PathRejectedError(message)
-        if theirs.pid_namespace != ours.pid_namespace:
+        theirs = peer.identity
+        require_same_host(theirs, context.identity)
+        if theirs.pid_namespace != context.identity.pid_namespace:
             message = "the peer is in another pid namespace"
             hint = "share one pid namespace (docker: --pid=container:NAME, Kubernetes: shareProcessNamespace)"
             raise PathRejectedError(message, hint)
+        pidfd = _pidfd(theirs.pid)
         try:
-            pidfd = os.pidfd_open(theirs.pid)
-        except OSError as error:
-            message = f"cannot find process {theirs.pid}: {error.strerror}"
-            raise PathRejectedError(message) from error
-        try:
-            if start_time(theirs.pid) != theirs.start_time:
-                message = f"process {theirs.pid} is not the peer: it was started at another time"
-                raise PathRejectedError(message)
-            view = RegionView.of_file(f"/proc/{theirs.pid}/fd/{peer.offer.table_fd}")
-        except OSError as error:
+            return ProcessVmPath(peer, pidfd, _table(peer), context)
+        except BaseException:
             os.close(pidfd)
-            message = f"cannot look into process {theirs.pid}: {error.strerror}"
-            raise PathRejectedError(message, _PTRACE_HINT if error.errno in DENIED else None) from error
-        except (RegionError, PathRejectedError) as error:
-            os.close(pidfd)
-            raise PathRejectedError(str(error)) from error
-        return ProcessVmPath(theirs.pid, pidfd, theirs.start_time, view, context)
+            raise
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        reason, help_ = limits.explain(error)
+        if error.errno in DENIED:
+            help_ = "allow pidfd_open in the seccomp profile, or use a kernel from 5.3 on, which has it"
+        message = f"cannot find process {pid}: {reason}"
+        raise PathRejectedError(message, help_) from error
+
+
+def _table(peer: Peer) -> RegionView:
+    """The region table of the process that introduced itself, mapped here."""
+    pid = peer.identity.pid
+    try:
+        if start_time(pid) != peer.identity.start_time:
+            message = f"process {pid} is not the peer: it was started at another time"
+            raise PathRejectedError(message)
+        return RegionView.of_file(f"/proc/{pid}/fd/{peer.offer.table_fd}")
+    except FileNotFoundError as error:
+        message = f"process {pid} is hidden from this process in /proc, or has ended"
+        hint = "run both processes as the same user, or mount /proc without hidepid"
+        raise PathRejectedError(message, hint) from error
+    except OSError as error:
+        reason, help_ = why_denied(peer, error.errno) if error.errno in DENIED else limits.explain(error)
+        message = f"cannot look into process {pid}: {reason}"
+        raise PathRejectedError(message, help_) from error
+    except RegionError as error:
+        raise PathRejectedError(str(error)) from error

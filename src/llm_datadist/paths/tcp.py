@@ -50,7 +50,7 @@ class TcpPath(Path):
         self._context = context
         self._large = AskerPool(CONNECTIONS, context.open_data)
         self._small = AskerPool(CONNECTIONS, context.open_data)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._unfenced: set[int] = set()
         """Connections of failed writes of which the peer has not said yet that it has stopped."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.paths.base import PathError, PathFaultError, PathTimeoutError, PeerGoneError
-from llm_datadist.paths.tcp_stream import Stream, translate
+from llm_datadist.paths.tcp_stream import stream_on, translate
 from llm_datadist.wire.data import REPLY_BYTES, Op, Reply, Request, Result, encode_few, encode_spans
 from llm_datadist.wire.framing import ProtocolError
 
@@ -68,13 +68,17 @@ class Asker:
         self.number = number
         self.sock = sock
         try:
-            self._stream = Stream(sock)
+            self._stream = stream_on(sock)
         except OSError as error:
             sock.close()
             raise translate(error, "before the first byte") from error
-        self._unsent = memoryview(b"")
         self.under_way = 0
         """Requests that are not answered yet."""
+
+    @property
+    def worn(self) -> bool:
+        """Whether another connection should take its place."""
+        return self._stream.worn
 
     def begin(self, op: Op, spans: Spans, deadline: Deadline, epoch: int) -> None:
         """Send a request, even if the reply to the one before is still to be received (``finish``).
@@ -85,25 +89,17 @@ class Asker:
             op, len(spans.bases), len(spans.runs), epoch, spans.total, _milliseconds(deadline), deadline.transfer_id
         )
         tables = encode_spans(spans.regions, spans.starts, spans.runs.remote, spans.runs.lengths)
-        data = memoryview(request.encode() + tables)
+        data = request.encode() + tables
         self.under_way += 1
         if op is Op.READ:
-            try:
-                data = data[self.sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                raise translate(error, "before the first byte") from error
-            self._unsent = data
+            self._stream.post(data)
             return
         self._stream.send_bytes(data, deadline)
         self._stream.send(spans.here.iovecs(spans.runs.lengths), deadline)
 
     def flush(self, deadline: Deadline) -> None:
         """Send what ``begin`` has left."""
-        if self._unsent:
-            self._stream.send_bytes(self._unsent, deadline)
-            self._unsent = memoryview(b"")
+        self._stream.flush(deadline)
 
     def finish(self, op: Op, spans: Spans, deadline: Deadline) -> None:
         """Receive the reply to the oldest request."""
@@ -213,9 +209,9 @@ class AskerPool:
             raise PeerGoneError(message)
 
     def give_back(self, asker: Asker | None) -> None:
-        """Keep a connection that is not used any more; one that is out of step is closed."""
+        """Keep a connection that is not used any more; one that is out of step or worn is closed."""
         with self._lock:
-            keep = asker is not None and not asker.under_way and not self._closed
+            keep = asker is not None and not asker.under_way and not asker.worn and not self._closed
             if asker is not None and keep:
                 self._idle.append(asker)
             self._changed.notify()

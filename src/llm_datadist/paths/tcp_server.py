@@ -16,7 +16,7 @@ from llm_datadist.memory.regions import RegionError, RegionView, StaleEpochError
 from llm_datadist.net.loop import READ
 from llm_datadist.observe.events import Served
 from llm_datadist.paths.base import FEW, PathError, PathFaultError, PathTimeoutError
-from llm_datadist.paths.tcp_stream import SPIN_S, Stream, iovec_of
+from llm_datadist.paths.tcp_stream import SPIN_S, iovec_of, stream_on
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire.data import MAX_REASON, REQUEST_BYTES, Op, Reply, Request, Result, decode_few, decode_spans
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llm_datadist.net.loop import Loop
     from llm_datadist.net.workers import Workers
     from llm_datadist.observe.recorder import Recorder
+    from llm_datadist.paths.tcp_stream import Stream
 
 _LINGER_S: Final = 0.002
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
@@ -66,22 +67,28 @@ class DataServer:
         self._lock = threading.Lock()
         self._served: dict[tuple[bytes, int], _Served] = {}
         self._given_up: dict[bytes, set[int]] = {}
+        self._closed = False
 
     def add(self, token: bytes, number: int, sock: socket.socket, peer: int) -> None:
         """Serve a connection of a peer, which is a cluster id, from now on."""
         with self._lock:
             refused = (
-                (token, number) in self._served
+                self._closed
+                or (token, number) in self._served
                 or number in self._given_up.get(token, ())
                 or sum(key[0] == token for key in self._served) >= MAX_CONNECTIONS
             )
             if not refused:
                 served = self._served[token, number] = _Served(sock, peer)
         if refused:
-            log.warn("data connection %d of a link was refused: given up, in use, or one too many", number)
+            log.warn("data connection %d of a link was refused: given up, in use, one too many, or too late", number)
             sock.close()
             return
         self._loop.call_soon(lambda: self._watch((token, number), served))
+
+    def total(self) -> int:
+        """How many connections are served."""
+        return len(self._served)
 
     def count(self, token: bytes) -> int:
         """How many connections of a link are served."""
@@ -103,11 +110,13 @@ class DataServer:
             self._close(served, countdown.one)
 
     def close(self) -> None:
-        """Close all connections; idempotent."""
+        """Close all connections and let the region table go; idempotent."""
         with self._lock:
+            self._closed = True
             ending, self._served = list(self._served.values()), {}
         for served in ending:
             self._close(served)
+        self._view.close()
 
     def _close(self, served: _Served, then: Callable[[], object] = lambda: None) -> None:
         with self._lock:
@@ -139,7 +148,7 @@ class DataServer:
     def _serve(self, key: tuple[bytes, int], served: _Served) -> None:
         keep = False
         try:
-            stream = Stream(served.sock)
+            stream = stream_on(served.sock)
             inbox = _Inbox(stream)
             while inbox.wait():
                 self._serve_one(served, stream, inbox)

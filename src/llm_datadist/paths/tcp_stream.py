@@ -18,6 +18,7 @@ import numpy as np
 from llm_datadist.memory import iovec, syscalls
 from llm_datadist.memory.move import MemoryFaultError, scatter
 from llm_datadist.memory.syscalls import MAX_IOVECS
+from llm_datadist.net.security import tls_of
 from llm_datadist.paths.base import ConnectionLostError, PathError, PathFaultError, PathTimeoutError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Stream:
         self._penalty = 0
         """How many spins to leave out after the next one in vain: where cores are scarce, they hold up the peer."""
         self._to_skip = 0
+        self._unsent = memoryview(b"")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sock.getsockname()[0] == sock.getpeername()[0]:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -72,6 +74,35 @@ class Stream:
             self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(rounded), int(rounded % 1 * 1e6)))
             self._limits[option] = rounded
 
+    @property
+    def worn(self) -> bool:
+        """Whether the connection should be replaced when it is not in use."""
+        return False
+
+    def post(self, data: bytes) -> None:
+        """Send what can be sent without waiting; the rest is left for ``flush``.
+
+        Raises:
+            PathError: the connection is broken.
+        """
+        self._unsent = memoryview(data)
+        try:
+            self._unsent = self._unsent[self.sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise translate(error, "before the first byte") from error
+
+    def flush(self, deadline: Deadline) -> None:
+        """Send what ``post`` has left.
+
+        Raises:
+            PathError: it could not all be sent; the connection is out of step and must be given up.
+        """
+        if self._unsent:
+            Stream.send_bytes(self, self._unsent, deadline)
+            self._unsent = memoryview(b"")
+
     def send_bytes(self, data: bytes | memoryview, deadline: Deadline) -> None:
         """Send a header.
 
@@ -85,7 +116,7 @@ class Stream:
         except OSError as error:
             raise translate(error, "before the first byte") from error
         if done < len(data):
-            self.send(iovec_of(data[done:]), deadline)
+            self._pump(iovec.Cursor(iovec_of(data[done:])), deadline, socket.SO_SNDTIMEO)
 
     def send(self, memory: U64, deadline: Deadline) -> None:
         """Send everything that the iovec array names, which is used up.
@@ -233,6 +264,20 @@ class Stream:
         headers[:, 3] = np.minimum(np.uint64(count) - firsts, np.uint64(MAX_IOVECS))
         begun = syscalls.send_messages(self._fd, headers.ctypes.data, len(headers), socket.MSG_NOSIGNAL)
         return int((headers[:begun, 7] & np.uint64(0xFFFFFFFF)).sum())
+
+
+def stream_on(sock: socket.socket) -> Stream:
+    """One end of a data connection, with TLS if the connection has it.
+
+    Raises:
+        OSError: it is broken already.
+    """
+    tls = tls_of(sock)
+    if tls is None:
+        return Stream(sock)
+    from llm_datadist.paths.tls_stream import TlsStream  # noqa: PLC0415 - only where it is used
+
+    return TlsStream(sock, tls)
 
 
 def _where(cursor: iovec.Cursor) -> str:

@@ -18,9 +18,9 @@ class Deadline:
         """How long the operation has waited for its turn, so far."""
 
     @classmethod
-    def after(cls, seconds: float) -> Deadline:
+    def after(cls, seconds: float, transfer_id: int = 0) -> Deadline:
         """The deadline this many seconds from now."""
-        return cls(time.monotonic() + seconds)
+        return cls(time.monotonic() + seconds, transfer_id)
 
     def remaining(self) -> float:
         """Seconds left; zero when it has passed, never negative."""

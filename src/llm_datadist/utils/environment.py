@@ -26,9 +26,46 @@ def huge_pages() -> str | None:
     return os.environ.get("LLM_DATADIST_HUGE_PAGES")
 
 
+def metrics() -> str | None:
+    """``LLM_DATADIST_METRICS``: "1" or "0", whether transfers are counted; None when unset.
+
+    The option ``llm.Metrics`` (``LLMConfig.metrics``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_METRICS")
+
+
 def verify_transfers() -> str | None:
     """``LLM_DATADIST_VERIFY_TRANSFERS``: "1" or "0", whether transfers are verified; None when unset.
 
     The option ``llm.VerifyTransfers`` (``LLMConfig.verify_transfers``) wins over it.
     """
     return os.environ.get("LLM_DATADIST_VERIFY_TRANSFERS")
+
+
+def secret() -> str | None:
+    """``LLM_DATADIST_SECRET``: the shared secret itself; None when unset.
+
+    The options ``llm.Secret`` and ``llm.SecretFile`` (``LLMConfig.secret``, ``LLMConfig.secret_file``) win over it.
+    """
+    return os.environ.get("LLM_DATADIST_SECRET")
+
+
+def secret_file() -> str | None:
+    """``LLM_DATADIST_SECRET_FILE``: a file that holds the shared secret; None when unset. As for ``secret``."""
+    return os.environ.get("LLM_DATADIST_SECRET_FILE")
+
+
+def tls_file(what: str) -> str | None:
+    """``LLM_DATADIST_TLS_CERT``, ``..._KEY`` and ``..._CA`` for "cert", "key" and "ca": PEM files; None when unset.
+
+    The options ``llm.TlsCert``, ``llm.TlsKey`` and ``llm.TlsCa`` (``LLMConfig.tls_cert``, ...) win over them.
+    """
+    return os.environ.get(f"LLM_DATADIST_TLS_{what.upper()}")
+
+
+def allow_insecure_remote() -> str | None:
+    """``LLM_DATADIST_ALLOW_INSECURE_REMOTE``: "1" or "0", see ``LLMConfig.allow_insecure_remote``; None when unset.
+
+    The option ``llm.AllowInsecureRemote`` wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_ALLOW_INSECURE_REMOTE")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from llm_datadist.utils import environment
@@ -35,6 +37,11 @@ _LEVELS: Mapping[str | None, int] = {
     "2": logging.WARNING,
     "3": logging.ERROR,
 }
+_RARELY_S = 60.0
+_MAX_TOPICS = 1024
+_last: dict[str, float] = {}
+"""When each topic of ``warn_rarely`` was last logged, the latest last."""
+_lock = threading.Lock()
 
 
 class _StdoutHandler(_StreamHandler):
@@ -74,6 +81,22 @@ def info(message: str, *args: object) -> None:
 
 def warn(message: str, *args: object) -> None:
     """Log ``message % args`` at WARNING; the record names the caller of this function."""
+    get_logger().warning(message, *args, stacklevel=2)
+
+
+def warn_rarely(topic: str, message: str, *args: object) -> None:
+    """Log ``message % args`` at WARNING, but not again within a minute of one of the same ``topic``.
+
+    For what strangers can cause as often as they like: it must not fill the log.
+    """
+    now = time.monotonic()
+    with _lock:
+        if now - _last.get(topic, -_RARELY_S) < _RARELY_S:
+            return
+        _last.pop(topic, None)
+        _last[topic] = now
+        if len(_last) > _MAX_TOPICS:
+            del _last[next(iter(_last))]
     get_logger().warning(message, *args, stacklevel=2)
 
 

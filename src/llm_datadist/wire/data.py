@@ -9,12 +9,14 @@ Requests may follow each other without waiting; they are answered in order. Inte
 from __future__ import annotations
 
 import enum
+import hmac
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from llm_datadist.wire.auth import PROOF_BYTES, data_answer, data_proof
 from llm_datadist.wire.framing import ProtocolError
 
 if TYPE_CHECKING:
@@ -35,10 +37,12 @@ ROW_BYTES: Final = 16
 _MAGIC: Final = 0x4C4C4451
 _REQUEST: Final = struct.Struct("<IHHIIQQQ")
 _REPLY: Final = struct.Struct("<IHHI")
-_GREETING: Final = struct.Struct("<16sQB7x")
+_GREETING: Final = struct.Struct("<16sQB7x32s")
 REQUEST_BYTES: Final = _REQUEST.size
 REPLY_BYTES: Final = _REPLY.size
 GREETING_BYTES: Final = _GREETING.size
+ANSWER_BYTES: Final = PROOF_BYTES
+"""The listening side answers a greeting with its own proof; no request goes either way before that."""
 
 
 class Op(enum.IntEnum):
@@ -76,10 +80,26 @@ class Greeting:
     """Number of the connection in its link, unique per side that starts transfers on it."""
     serve: bool
     """Whether the listening side answers requests on it; else it asks and the connecting side answers."""
+    proof: bytes
+    """That its sender knows the key of the link."""
+
+    @classmethod
+    def make(cls, key: bytes, link_token: bytes, connection: int, *, serve: bool) -> Greeting:
+        """The greeting of a link with this key."""
+        return cls(link_token, connection, serve, data_proof(key, link_token, connection, serve=serve))
+
+    def proves(self, key: bytes) -> bool:
+        """Whether its sender knows the key of the link."""
+        expected = data_proof(key, self.link_token, self.connection, serve=self.serve)
+        return hmac.compare_digest(expected, self.proof)
+
+    def answer(self, key: bytes) -> bytes:
+        """What the listening side answers."""
+        return data_answer(key, self.link_token, self.connection, serve=self.serve)
 
     def encode(self) -> bytes:
         """The bytes to send."""
-        return _GREETING.pack(self.link_token, self.connection, self.serve)
+        return _GREETING.pack(self.link_token, self.connection, self.serve, self.proof)
 
     @classmethod
     def decode(cls, data: bytes) -> Greeting:
@@ -91,11 +111,11 @@ class Greeting:
         if len(data) != GREETING_BYTES:
             message = f"a data greeting has {GREETING_BYTES} bytes, not {len(data)}"
             raise ProtocolError(message)
-        token, connection, serve = _GREETING.unpack(data)
+        token, connection, serve, proof = _GREETING.unpack(data)
         if serve not in (0, 1):
             message = f"a data greeting with role {serve}"
             raise ProtocolError(message)
-        return cls(token, connection, bool(serve))
+        return cls(token, connection, bool(serve), proof)
 
 
 class Request(NamedTuple):

@@ -1,15 +1,16 @@
 """Bytes on a connection: an 8-byte preamble, then length-prefixed frames. Sans-I/O.
 
-Preamble: ``b"LLMD"``, kind (``C`` control, ``D`` data), format, two zero bytes. A stranger (HTTP, garbage) is thus
-known from its first bytes. Control frames: ``uint32`` length (network order), then that many bytes of msgpack.
-Nothing longer than the limit in force is ever buffered.
+Preamble: ``b"LLMD"``, kind (``C`` control, ``D`` data), format, 1 if all that follows is TLS (else 0), a zero byte. A
+stranger (HTTP, garbage) is thus known from its first bytes. Before TLS the listening side sends a preamble back: the
+same one, or without TLS if it has none. Control frames: ``uint32`` length (network order), then that many bytes of
+msgpack. Nothing longer than the limit in force is ever buffered.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 PREAMBLE_SIZE: Final = 8
 MAX_GREETING: Final = 64 << 10
@@ -33,13 +34,21 @@ class Kind(enum.Enum):
     DATA = b"D"
 
 
-def preamble(kind: Kind) -> bytes:
+class Preamble(NamedTuple):
+    """What the first bytes of a connection tell."""
+
+    kind: Kind
+    tls: bool
+    """Whether all that follows is TLS."""
+
+
+def preamble(kind: Kind, *, tls: bool = False) -> bytes:
     """The first bytes on a connection of this kind, sent by the side that connects."""
-    return _MAGIC + kind.value + bytes([_FORMAT, 0, 0])
+    return _MAGIC + kind.value + bytes([_FORMAT, tls, 0])
 
 
-def parse_preamble(data: bytes | bytearray | memoryview) -> Kind:
-    """The kind that a preamble announces.
+def parse_preamble(data: bytes | bytearray | memoryview) -> Preamble:
+    """What a preamble announces.
 
     Raises:
         ProtocolError: it is not one, or of a format that this version does not know.
@@ -51,8 +60,11 @@ def parse_preamble(data: bytes | bytearray | memoryview) -> Kind:
     if head[5] != _FORMAT:
         message = f"connection format {head[5]} is not supported, this side speaks format {_FORMAT}"
         raise ProtocolError(message)
+    if head[6] > 1:
+        message = f"connection security {head[6]} is not supported, this side knows 0 (none) and 1 (TLS)"
+        raise ProtocolError(message)
     try:
-        return Kind(head[4:5])
+        return Preamble(Kind(head[4:5]), bool(head[6]))
     except ValueError:
         message = f"unknown connection kind {head[4:5]!r}"
         raise ProtocolError(message) from None

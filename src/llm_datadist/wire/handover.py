@@ -1,7 +1,8 @@
 """What is said where descriptors of shared memory are handed over: one packet each way. Sans-I/O.
 
-The peer shows the token of its link; the owner answers with a ``Handover``, and with as many descriptors. The
-connection then stays open without a word: its end is that of one of the two processes, or of the link.
+The peer shows the token of its link, with a proof (``auth.handover_request``); the owner answers with a ``Handover``,
+and with as many descriptors. The connection then stays open without a word: its end is that of one of the two
+processes, or of the link.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from llm_datadist.wire.auth import PROOF_BYTES
 from llm_datadist.wire.framing import ProtocolError
 
 TOKEN_BYTES: Final = 16
+REQUEST_BYTES: Final = TOKEN_BYTES + PROOF_BYTES
 MAX_AREAS: Final = 8
 MAX_BYTES: Final = 4096
 Address = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1

@@ -20,7 +20,11 @@ Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=128)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
+NONCE_BYTES: Final = 32
+MAX_INTRODUCTION: Final = 32 << 10
+"""Bytes of an encoded ``Hello`` or of the answer to it."""
 VERSION_MIN: Final = 1
 VERSION_MAX: Final = 1
 
@@ -36,6 +40,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     start_time: Size
     """Of the process, in clock ticks since boot: a pid that is used again differs here."""
+    user_namespace: Size = 0
+    """0 is unknown."""
 
 
 class Offer(Struct, frozen=True, kw_only=True):
@@ -52,6 +58,28 @@ class Offer(Struct, frozen=True, kw_only=True):
     """The abstract Unix socket at which linked processes on this host get the descriptors of shared memory, if any."""
     digest: Name | None = None
     """The digest of its memory that this side can tell, if any."""
+    dumpable: bool = True
+    """Whether the process lets others of its user look into it; only to explain why they cannot."""
+
+
+class Greet(Struct, frozen=True, kw_only=True, tag="greet"):
+    """The connecting side has a secret; see ``auth``. Answered by ``Challenge`` or ``Refuse``."""
+
+    nonce: Nonce
+
+
+class Challenge(Struct, frozen=True, kw_only=True, tag="challenge"):
+    """The listening side has one, too."""
+
+    nonce: Nonce
+
+
+class Sealed(Struct, frozen=True, kw_only=True, tag="sealed"):
+    """An introduction, with the proof that its sender knows the secret."""
+
+    payload: Annotated[bytes, Meta(max_length=MAX_INTRODUCTION)]
+    """``Hello``, or the answer to it, encoded in an ``Envelope`` of its own."""
+    proof: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -74,7 +102,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     identity: Identity
     offer: Offer
     link_token: Token
-    """Secret of this link; data connections show it."""
+    """Name of this link; data connections show it, with a proof if there is a secret."""
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
@@ -227,6 +255,9 @@ class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
 
 
 Body = Union[  # noqa: UP007 - an alias is evaluated, also by Python 3.10
+    Greet,
+    Challenge,
+    Sealed,
     Hello,
     Welcome,
     Refuse,

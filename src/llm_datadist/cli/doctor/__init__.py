@@ -1,0 +1,1 @@
+"""The command ``llm-datadist doctor``: what of this machine helps or hinders transfers."""

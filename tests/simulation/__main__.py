@@ -1,0 +1,49 @@
+"""Run many schedules: ``python -m simulation --schedules 10000 --seed 1`` in the folder ``tests``."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import os
+import sys
+import time
+
+from simulation.schedule import Result, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1, help="of the first schedule; the others count up from it")
+    parser.add_argument("--trace", action="store_true", help="tell what happened in each schedule")
+    parser.add_argument("--keep-going", type=int, default=5, help="stop after so many bad schedules")
+    given = parser.parse_args()
+    begin, bad, steps, seconds, digest = time.monotonic(), 0, 0, 0.0, 0
+    outcomes: collections.Counter[str] = collections.Counter()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    done = 0
+    for seed in range(given.seed, given.seed + given.schedules):
+        result: Result = run(seed)
+        done += 1
+        outcomes.update(result.outcomes)
+        steps += result.steps
+        seconds += result.seconds
+        digest = (digest * 31 + result.digest) % (1 << 61)
+        if given.trace:
+            print("\n".join(result.trace))
+        if result.violations:
+            bad += 1
+            print(f"seed {seed}: " + "\n  ".join(result.violations), flush=True)
+            if bad >= given.keep_going:
+                break
+    gc.collect()
+    more = len(os.listdir("/proc/self/fd")) - descriptors
+    print(f"{done} schedules, {bad} bad, {steps} steps, {seconds:.0f} virtual s in {time.monotonic() - begin:.1f} s")
+    print(f"digest {digest:016x}, {more} more descriptors")
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
+    return int(bool(bad or more > 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

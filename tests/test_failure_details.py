@@ -1,0 +1,242 @@
+"""What the exception of a failed transfer says is true: above all which blocks are whole."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist.paths import one_sided, process_vm
+from llm_datadist.paths.tcp_stream import Stream
+from llm_datadist.utils.deadline import Deadline
+from peers import GUARD, POISON, TIMEOUT_S, Node
+
+if TYPE_CHECKING:
+    from peers import Peer, Peers
+
+OK = LLMStatusCode.LLM_SUCCESS
+BLOCKS = 1000
+BLOCK_BYTES = 16 << 10
+SPARE = 2 * BLOCKS
+"""Blocks of the destination: every other one is not named."""
+SEED = 7
+
+
+class Gate:
+    """Lets the first calls pass, and holds the others until it is opened."""
+
+    def __init__(self, passes: int) -> None:
+        self._left = passes
+        self._lock = threading.Lock()
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            held = self._left < 0
+        if held:
+            self.reached.set()
+            self.open.wait(TIMEOUT_S)
+
+
+def hold_sends(node: Node) -> None:
+    """In the child that serves over TCP: of each reply, the header and 40 % of the ranges are sent; then it hangs."""
+    gate = node.extra["gate"] = Gate(0)
+    send = Stream.send
+
+    def begin(stream: Stream, memory: np.ndarray, deadline: Any) -> None:
+        send(stream, memory[: 1 + len(memory) * 2 // 5].copy(), deadline)
+        gate()
+        send(stream, memory[1 + len(memory) * 2 // 5 :].copy(), deadline)
+
+    Stream.send = begin  # type: ignore[method-assign]
+
+
+def hold_copies(node: Node) -> None:
+    """In the child that copies by itself: five parts are moved, then it waits."""
+    gate = node.extra["gate"] = Gate(5)
+    move = one_sided.move
+
+    def late(*args: Any) -> None:
+        gate()
+        move(*args)
+
+    one_sided.move = late
+
+
+def wait_at_gate(node: Node) -> bool:
+    """In the child."""
+    return bool(node.extra["gate"].reached.wait(TIMEOUT_S))
+
+
+def open_gate(node: Node) -> None:
+    """In the child."""
+    node.extra["gate"].open.set()
+
+
+def names(tensors: int) -> dict[str, Any]:
+    """Source blocks in disorder, with a repetition of a destination: the last pair counts."""
+    sources = np.random.default_rng(tensors).permutation(BLOCKS)
+    return {"src": [*sources.tolist(), 5], "dst": [*range(0, SPARE, 2), 4]}
+
+
+def attempt(node: Node, method: str, tensors: int, cluster_id: int) -> LLMException:
+    """In the child: the failure of a transfer between "mine" and the peer's cache."""
+    blocks = names(tensors)
+    pull = getattr(node.manager, method)
+    try:
+        pull(BlocksCacheKey(cluster_id, 0), node.caches["mine"], blocks["src"], blocks["dst"], tensor_num_per_layer=1)
+    except LLMException as error:
+        return error
+    message = "it did not fail"
+    raise AssertionError(message)
+
+
+def pair(peers: Peers, tensors: int, **properties: Any) -> tuple[Peer, Peer]:
+    """An owner with blocks to read, and one who is linked to it and has twice the room for them."""
+    owner, client = peers.make(1, **properties), peers.make(2, listen=False, **properties)
+    owner.call("register_blocks", "mine", tensors, BLOCKS, BLOCK_BYTES, model_id=0, seed=SEED)
+    client.call("register_blocks", "mine", tensors, SPARE, BLOCK_BYTES)
+    assert client.link(owner) == OK
+    return owner, client
+
+
+def check_blocks(error: LLMException, client: Peer, source: list[np.ndarray]) -> tuple[int, ...]:
+    """What it calls finished has the right bytes, nothing is touched that was not named; the finished blocks."""
+    assert error.finished_blocks is not None
+    wanted = dict(zip(names(len(source))["dst"], names(len(source))["src"], strict=True))
+    assert set(error.finished_blocks) <= set(wanted)
+    for theirs, ours in zip(source, client.memory("mine"), strict=True):
+        there = theirs[GUARD:-GUARD].reshape(BLOCKS, BLOCK_BYTES)
+        here = ours[GUARD:-GUARD].reshape(SPARE, BLOCK_BYTES)
+        assert (ours[:GUARD] == POISON).all()
+        assert (ours[-GUARD:] == POISON).all()
+        assert (here[1::2] == POISON).all()
+        for block in error.finished_blocks:
+            assert np.array_equal(here[block], there[wanted[block]]), block
+    return error.finished_blocks
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+@pytest.mark.parametrize(("paths", "side"), [("tcp", "owner"), ("process_vm", "client")])
+def test_owner_killed_in_the_middle_of_a_pull(peers: Peers, paths: str, side: str, tensors: int) -> None:
+    """Of 1000 blocks some are there when the owner is killed: these, and only these, are called finished."""
+    owner, client = pair(peers, tensors, paths=paths)
+    source = owner.memory("mine")
+    held = owner if side == "owner" else client
+    held.call(hold_sends if side == "owner" else hold_copies)
+    running = client.begin(attempt, "pull_blocks", tensors, 1)
+    assert held.call(wait_at_gate)
+    owner.process.kill()
+    if side == "client":
+        client.call(open_gate)
+    error = running.result(TIMEOUT_S)
+    finished = check_blocks(error, client, source)
+    assert isinstance(error, ConnectionError) or error.status_code is LLMStatusCode.LLM_FAILED
+    assert (error.peer, error.operation, error.path, error.phase) == (1, "pull_blocks", paths, "transfer")
+    assert error.retryable
+    assert error.quiescent
+    assert error.bytes_done is not None
+    assert 0 < error.bytes_done < tensors * BLOCKS * BLOCK_BYTES
+    if tensors == 1:  # the second tensor comes after the first, so that no block has both halves before that
+        assert error.bytes_done == len(finished) * BLOCK_BYTES
+
+
+def test_owner_stalls_in_the_middle_of_a_pull(peers: Peers) -> None:
+    """The same for a timeout; the link goes on."""
+    owner, client = pair(peers, 1, paths="tcp", sync_kv_timeout=1500)
+    source = owner.memory("mine")
+    owner.call(hold_sends)
+    error: LLMException = client.begin(attempt, "pull_blocks", 1, 1).result(TIMEOUT_S)
+    assert isinstance(error, TimeoutError)
+    assert error.status_code is LLMStatusCode.LLM_TIMEOUT
+    finished = check_blocks(error, client, source)
+    assert 0 < len(finished) < BLOCKS
+    assert error.bytes_done == len(finished) * BLOCK_BYTES
+    owner.call(open_gate)
+    client.call(pull_one)
+
+
+def pull_one(node: Node) -> None:
+    """In the child."""
+    node.manager.pull_blocks(BlocksCacheKey(1, 0), node.caches["mine"], [0], [0])
+
+
+def hold_receives(node: Node) -> None:
+    """In the child that is written to over TCP: the first request is stored, the others hang before their last byte."""
+    gate = node.extra["gate"] = Gate(1)
+    receive = Stream.receive
+
+    def late(stream: Stream, memory: np.ndarray, deadline: Any, begin: memoryview) -> None:
+        gate()
+        receive(stream, memory, deadline, begin)
+
+    Stream.receive = late  # type: ignore[method-assign]
+
+
+def test_peer_that_does_not_confirm_that_it_has_stopped(peers: Peers) -> None:
+    """A push whose second half hangs at the peer: the first half is finished, and it is said that all is not quiet."""
+    owner, client = peers.make(1, paths="tcp", sync_kv_timeout=1500), peers.make(2, listen=False, paths="tcp")
+    owner, client = client, owner  # the one who listens pushes
+    owner.call("register_blocks", "mine", 1, SPARE, BLOCK_BYTES, model_id=0)
+    client.call("register_blocks", "mine", 1, BLOCKS, BLOCK_BYTES, seed=SEED)
+    assert owner.link(client) == OK
+    owner.call(hold_receives)
+    error: LLMException = client.begin(attempt, "push_blocks", 1, 2).result(TIMEOUT_S)
+    assert isinstance(error, TimeoutError)
+    assert not error.quiescent
+    finished = check_blocks(error, owner, client.memory("mine"))
+    assert 0 < len(finished) < BLOCKS
+    owner.call(open_gate)
+
+
+def another_start_time(_node: Node) -> None:
+    """In the child: another process has the pid of every peer now."""
+    process_vm.start_time = lambda _pid: 0
+
+
+def test_what_may_have_come_from_another_process_is_not_believed(peers: Peers) -> None:
+    """The owner dies and its pid is taken over in the middle of a pull: nothing is said of what was read."""
+    owner, client = pair(peers, 1, paths="process_vm")
+    client.call(hold_copies)
+    client.call(another_start_time)
+    running = client.begin(attempt, "pull_blocks", 1, 1)
+    assert client.call(wait_at_gate)
+    owner.process.kill()
+    client.call(open_gate)
+    error: LLMException = running.result(TIMEOUT_S)
+    assert isinstance(error, ConnectionError)
+    assert error.finished_blocks is error.bytes_done is None
+
+
+def open_gate_late(node: Node, seconds: float) -> None:
+    """In the child: when a deadline that runs has surely passed."""
+    threading.Event().wait(seconds)
+    open_gate(node)
+
+
+def wait_until_hidden(node: Node) -> None:
+    """In the child: no region is registered for the cache any more."""
+    regions, address = node.datadist._engine._core.regions, node.addrs("mine")[0]  # type: ignore[union-attr]
+    end = Deadline.after(TIMEOUT_S)
+    while regions.find(address, 1) is not None:
+        assert not end.expired()
+
+
+def test_what_was_unregistered_meanwhile_is_not_believed(peers: Peers) -> None:
+    """The memory that was read may have held something else."""
+    owner, client = pair(peers, 1, paths="process_vm", sync_kv_timeout=1500)
+    client.call(hold_copies)
+    running = client.begin(attempt, "pull_blocks", 1, 1)
+    assert client.call(wait_at_gate)
+    taken = owner.begin("unregister", "mine")
+    owner.call(wait_until_hidden)
+    client.call(open_gate_late, 1.6)
+    error: LLMException = running.result(TIMEOUT_S)
+    assert isinstance(error, TimeoutError)
+    assert error.finished_blocks is error.bytes_done is None
+    taken.result(TIMEOUT_S)

@@ -206,6 +206,7 @@ requests = st.builds(
     epoch=st.integers(0, U64_MAX),
     total=st.integers(0, MAX_TOTAL),
     timeout_ms=st.integers(0, U32_MAX),
+    transfer_id=st.integers(0, U64_MAX),
 )
 
 

@@ -119,9 +119,12 @@ class Core:
         if self.handover is not None:
             self.handover.close()
         self.data_server.close()
+        self.digests.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")
         for workers in (self.control_workers, self.dial_workers, self.end_workers, self.serve_workers, self.copiers):
             workers.close()
         self.loop.close()
+        for session in list(self.sessions):  # of links that were begun meanwhile
+            session.channel.close("this engine has been finalized")
         self.regions.close()

@@ -66,6 +66,8 @@ class Channel:
         self._gone = threading.Event()
         self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
         self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
+        self.remote_address = _remote_address(sock)
+        """(ip, port) of the other end; empty and 0 if it had gone by then."""
         sock.settimeout(None)  # calls here say MSG_DONTWAIT themselves
         _tune(sock)
 
@@ -73,12 +75,6 @@ class Channel:
     def closed(self) -> bool:
         """Whether the connection is gone."""
         return self._close_reason is not None
-
-    @property
-    def remote_address(self) -> tuple[str, int]:
-        """(ip, port) of the other end."""
-        name = self._sock.getpeername()
-        return str(name[0]), int(name[1])
 
     def wait_closed(self, deadline: Deadline) -> bool:
         """Wait until the connection is gone; whether that happened in time."""
@@ -168,6 +164,8 @@ class Channel:
             self._loop.call_soon(self._watch)
 
     def _watch(self) -> None:
+        if self._loop.ended:  # nobody would ever read a reply
+            self.close("this engine has been finalized")
         with self._lock:
             if self._close_reason is not None:
                 return
@@ -221,6 +219,14 @@ class Channel:
         self._loop.unwatch(self._sock)
         self._sock.close()
         self.on_close(self, self._close_reason or "closed")
+
+
+def _remote_address(sock: socket.socket) -> tuple[str, int]:
+    try:
+        name = sock.getpeername()
+    except OSError:
+        return "", 0
+    return str(name[0]), int(name[1])
 
 
 def _tune(sock: socket.socket) -> None:

@@ -51,6 +51,7 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._closed = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -58,12 +59,21 @@ class Loop:
         """Whether the caller runs on the loop's thread."""
         return threading.get_ident() == self._thread.ident
 
+    @property
+    def ended(self) -> bool:
+        """Whether its thread looks at nothing any more."""
+        return self._ended
+
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop's thread."""
+        """Run ``callback`` on the loop's thread; at once, if that has ended: what is to be closed must be closed."""
         with self._lock:
-            self._calls.append(callback)
+            ended = self._ended
+            if not ended:
+                self._calls.append(callback)
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
+        if ended:
+            guarded(callback)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         """Run ``callback`` on the loop's thread after ``seconds``."""
@@ -76,6 +86,8 @@ class Loop:
 
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], object]) -> None:
         """Call ``callback(ready_events)`` whenever ``sock`` is ready. Loop thread only."""
+        if self._ended:
+            return
         if sock.fileno() in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
@@ -101,6 +113,7 @@ class Loop:
             with self._lock:
                 calls, self._calls = self._calls, []
                 if self._closed and not calls:
+                    self._ended = True
                     break
                 timeout = self._timeout() if not calls else 0
             for call in calls:

@@ -104,6 +104,7 @@ class DataServer:
             ending, self._served = list(self._served.values()), {}
         for served in ending:
             self._close(served)
+        self._view.close()
 
     def _close(self, served: _Served, then: Callable[[], object] = lambda: None) -> None:
         with self._lock:

@@ -99,9 +99,12 @@ class Storm:
 
     def finalize(self) -> None:
         """While all threads go on; but nobody may be writing to pool memory."""
-        for _ in range(THREADS if self.use_pool else 0):
+        taken = THREADS if self.use_pool else 0
+        for _ in range(taken):
             self.renewing.acquire()
         self.datadist.finalize()
+        for _ in range(taken):
+            self.renewing.release()
 
     def end(self) -> tuple[dict[tuple[str, str], int], list[str]]:
         """Wait for the end; all outcomes, and what was wrong."""
@@ -174,13 +177,11 @@ class Caller:
 
     def renew(self) -> LLMStatusCode:
         """Take the generation back, poison its memory, and register a newer one."""
-        if not self._storm.renewing.acquire(blocking=False):
-            message = "its memory has gone"
-            raise RuntimeError(message)
-        try:
+        with self._storm.renewing:
+            if self._storm.use_pool and not self._storm.datadist.is_initialized:
+                message = "its memory has gone"
+                raise RuntimeError(message)
             return self._renew()
-        finally:
-            self._storm.renewing.release()
 
     def _renew(self) -> LLMStatusCode:
         manager = self._storm.manager

@@ -247,9 +247,9 @@ def test_close_runs_what_was_queued_and_is_idempotent() -> None:
         assert seen == ["queued", "nested"]
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-        loop.call_soon(lambda: seen.append("too late"))
         loop.call_later(0, lambda: seen.append("too late")).cancel()
-        assert seen == ["queued", "nested"]
+        loop.call_soon(lambda: seen.append("at once"))  # what is to be closed must be closed
+        assert seen == ["queued", "nested", "at once"]
 
 
 def test_close_from_a_callback_does_not_wait_for_itself() -> None:

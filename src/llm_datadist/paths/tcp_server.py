@@ -62,19 +62,21 @@ class DataServer:
         self._lock = threading.Lock()
         self._served: dict[tuple[bytes, int], _Served] = {}
         self._given_up: dict[bytes, set[int]] = {}
+        self._closed = False
 
     def add(self, token: bytes, number: int, sock: socket.socket) -> None:
         """Serve a connection from now on."""
         with self._lock:
             refused = (
-                (token, number) in self._served
+                self._closed
+                or (token, number) in self._served
                 or number in self._given_up.get(token, ())
                 or sum(key[0] == token for key in self._served) >= MAX_CONNECTIONS
             )
             if not refused:
                 served = self._served[token, number] = _Served(sock)
         if refused:
-            log.warn("data connection %d of a link was refused: given up, in use, or one too many", number)
+            log.warn("data connection %d of a link was refused: given up, in use, one too many, or too late", number)
             sock.close()
             return
         self._loop.call_soon(lambda: self._watch((token, number), served))
@@ -101,6 +103,7 @@ class DataServer:
     def close(self) -> None:
         """Close all connections; idempotent."""
         with self._lock:
+            self._closed = True
             ending, self._served = list(self._served.values()), {}
         for served in ending:
             self._close(served)

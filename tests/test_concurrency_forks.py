@@ -63,6 +63,29 @@ def node() -> Iterator[Node]:
     made.finalize()
 
 
+def test_a_child_of_a_process_that_is_just_finalizing_may_finalize_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does nothing there, and does not wait for a thread that is not there."""
+    entered, gate = threading.Event(), threading.Event()
+    loop = node.manager._engine._core.loop
+    real = loop.close
+
+    def held() -> None:
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+        real()
+
+    monkeypatch.setattr(loop, "close", held)
+    ending = threading.Thread(target=node.datadist.finalize)
+    ending.start()
+    assert entered.wait(TIMEOUT_S)
+    assert in_child(node.datadist.finalize) == "None"
+    gate.set()
+    ending.join(TIMEOUT_S)
+    assert not ending.is_alive()
+
+
 class Never(LayerSynchronizer):
     """Waits until it is let go."""
 

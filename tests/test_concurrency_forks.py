@@ -243,15 +243,20 @@ def sockets(pid: int) -> set[str]:
 
 
 def fork_a_sleeper() -> int:
-    """A child that does nothing; its pid."""
+    """A child that does nothing; its pid, once it has got so far."""
     import warnings  # noqa: PLC0415
 
+    reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12
         pid = os.fork()
     if pid == 0:
+        os.write(writer, b".")
         signal.pause()
         os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"."
+    os.close(reader)
     return pid
 
 

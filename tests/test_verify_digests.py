@@ -159,6 +159,16 @@ def test_the_asker_s_patience_bounds_the_work(owner: Owner) -> None:
     refused(owner.ask([(0, 5)], timeout_ms=0), LLMStatusCode.LLM_TIMEOUT, "deadline")
 
 
+def test_the_longest_request_fits_into_a_message() -> None:
+    count = data.MAX_SPANS
+    tables = data.encode_spans(*(np.ones(size, dtype=np.uint64) for size in (1, 1, count, count)))  # type: ignore[arg-type]
+    header = data.Request(data.Op.READ, 1, count, 0, count, 100).encode()
+    payload = messages.encode(messages.Envelope(body=messages.Digest(spans=header + tables)))
+    found = messages.decode(payload).body
+    assert isinstance(found, messages.Digest)
+    assert data.decode_whole(found.spans)[0].runs == count
+
+
 @given(junk=st.binary(max_size=200))
 def test_malformed_tables_are_refused(junk: bytes) -> None:
     made = Owner()

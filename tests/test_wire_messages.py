@@ -154,6 +154,8 @@ def example(kind: type) -> dict[str, Any]:
         messages.Join: {"comm": "c"},
         messages.OpenData: {"count": 1},
         messages.Fence: {"connections": [1]},
+        messages.Digest: {"spans": b""},
+        messages.Digested: {"value": 1},
         messages.Confirm: {"path": "tcp"},
     }[kind]
 

@@ -14,7 +14,6 @@ from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
 from llm_datadist.engine.service import CacheService
 from llm_datadist.paths import one_sided, process_vm
 from llm_datadist.paths.tcp_stream import Stream
-from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 from peers import GUARD, POISON, TIMEOUT_S, Node
 
@@ -223,14 +222,6 @@ def open_gate_late(node: Node, seconds: float) -> None:
     open_gate(node)
 
 
-def wait_until_hidden(node: Node) -> None:
-    """In the child: no region is registered for the cache any more."""
-    regions, address = node.datadist._engine._core.regions, node.addrs("mine")[0]  # type: ignore[union-attr]
-    end = Deadline.after(TIMEOUT_S)
-    while regions.find(address, 1) is not None:
-        assert not end.expired()
-
-
 def test_what_was_unregistered_meanwhile_is_not_believed(peers: Peers) -> None:
     """The memory that was read may have held something else."""
     owner, client = pair(peers, 1, paths="process_vm", sync_kv_timeout=1500)
@@ -238,7 +229,7 @@ def test_what_was_unregistered_meanwhile_is_not_believed(peers: Peers) -> None:
     running = client.begin(attempt, "pull_blocks", 1, 1)
     assert client.call(wait_at_gate)
     taken = owner.begin("unregister", "mine")
-    owner.call(wait_until_hidden)
+    owner.call("wait_until_hidden", "mine")
     client.call(open_gate_late, 1.6)
     error: LLMException = running.result(TIMEOUT_S)
     assert isinstance(error, TimeoutError)

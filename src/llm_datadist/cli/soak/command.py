@@ -56,7 +56,7 @@ def trends(usages: Sequence[Usage]) -> list[Trend]:
     counters = (
         ("descriptors", "descriptors", 1, _SPARE_DESCRIPTORS),
         ("threads", "threads", 1, _SPARE_THREADS),
-        ("resident MiB", "resident_bytes", _MIB, _SPARE_BYTES / _MIB),
+        ("private MiB", "private_bytes", _MIB, _SPARE_BYTES / _MIB),
     )
     return [
         Trend(name, _median(early, field) / unit, _median(late, field) / unit, spare)
@@ -115,7 +115,7 @@ def _progress(tally: Tally, passed: float, seconds: float) -> str:
     return (
         f"{passed:.0f} of {seconds:.0f} s: {tally.rounds} rounds, {sum(tally.verified.values())} transfers verified, "
         f"{tally.compared / 1e9:.1f} GB compared, {tally.events[Event.KILL]} kills; descriptors {usage.descriptors}, "
-        f"threads {usage.threads}, {usage.resident_bytes / _MIB:.0f} MiB"
+        f"threads {usage.threads}, {usage.private_bytes / _MIB:.0f} MiB"
     )
 
 

@@ -58,6 +58,8 @@ def test_defaults() -> None:
         "max_registered_addrs": 240,
         "paths": PATHS,
         "huge_pages": True,
+        "heartbeat_interval_ms": 10_000,
+        "heartbeat_timeout_ms": 60_000,
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)

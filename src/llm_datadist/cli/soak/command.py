@@ -28,8 +28,8 @@ _SAY_S: Final = 10.0
 _MIN_ROUNDS: Final = 8
 """Fewer say nothing about what piles up."""
 _SPARE_DESCRIPTORS: Final = 2
-_SPARE_THREADS: Final = 8
-"""Worker threads start when they are first needed, up to a bound."""
+_SPARE_THREADS: Final = 16
+"""Worker threads start when they are first needed, up to a bound; a leak is some a round."""
 _SPARE_BYTES: Final = 16 << 20
 _MIB: Final = 1 << 20
 

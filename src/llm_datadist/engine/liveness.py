@@ -90,13 +90,13 @@ class Watch:
         unanswered = self._silent - 1
         if unanswered >= 1:
             why = "its process is stopped" if self._process and self._process.stopped() else "stalled or unreachable"
-            link.stalled = f"no sign of life for {self._silent * self._interval_s:.3g} s ({why})"
+            link.stalled = f"no sign of life for {self._silent * self._interval_s:g} s ({why})"
         if unanswered >= self._patience:
             channel.close(link.stalled or "no sign of life")
             return
         if self._silent == _SUSPICIOUS:
             rest = (self._patience - unanswered) * self._interval_s
-            log.warn("cluster %d (%s): %s; given up in %.3g s", link.cluster_id, link.address, link.stalled, rest)
+            log.warn("cluster %d (%s): %s; given up in %g s", link.cluster_id, link.address, link.stalled, rest)
         if self._silent:
             link.notify(Ping(link_token=link.token), answered=True)
         self._timer = self._loop.call_later(self._interval_s, self._tick)

@@ -12,6 +12,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.engine.link import LinkState
 from llm_datadist.net.loop import READ
 from llm_datadist.utils import log
 from llm_datadist.utils.process import OtherProcess
@@ -80,7 +81,9 @@ class Watch:
         link, channel = self._link, self._link.channel
         if channel.closed or not self._patience:
             return
-        if channel.heard_at != self._heard_at:
+        if link.state is LinkState.CONNECTING:  # the handshake has its own deadline, and the peer may not know us yet
+            self._silent = 0
+        elif channel.heard_at != self._heard_at:
             self._heard_at, self._silent = channel.heard_at, 0
             if link.stalled is not None:
                 log.warn("cluster %d answers again", link.cluster_id)

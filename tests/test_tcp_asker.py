@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import socket
+from typing import TYPE_CHECKING
 
 from llm_datadist.paths.tcp_asker import Asker, AskerPool
 from net_helpers import ended, soon, tcp_pair
+
+if TYPE_CHECKING:
+    import socket
 
 
 class Hasty(Asker):

@@ -45,6 +45,12 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("allow_multiple_instances", False),
     ("paths", None),
     ("huge_pages", True),
+    ("secret", None),
+    ("secret_file", None),
+    ("tls_cert", None),
+    ("tls_key", None),
+    ("tls_ca", None),
+    ("allow_insecure_remote", False),
 ]
 
 
@@ -127,6 +133,16 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("huge_pages", True, {"llm.HugePages": "1"}),
     ("huge_pages", False, {"llm.HugePages": "0"}),
     ("huge_pages", None, {}),
+    ("secret", "x" * 16, {"llm.Secret": "x" * 16}),
+    ("secret", "", {"llm.Secret": ""}),
+    ("secret", None, {}),
+    ("secret_file", "/run/secret", {"llm.SecretFile": "/run/secret"}),
+    ("tls_cert", "cert.pem", {"llm.TlsCert": "cert.pem"}),
+    ("tls_key", "key.pem", {"llm.TlsKey": "key.pem"}),
+    ("tls_ca", "ca.pem", {"llm.TlsCa": "ca.pem"}),
+    ("allow_insecure_remote", True, {"llm.AllowInsecureRemote": "1"}),
+    ("allow_insecure_remote", False, {"llm.AllowInsecureRemote": "0"}),
+    ("allow_insecure_remote", None, {}),
 ]
 
 
@@ -160,6 +176,11 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "transfer_backend",
             "global_resource_config",
             "paths",
+            "secret",
+            "secret_file",
+            "tls_cert",
+            "tls_key",
+            "tls_ca",
         )
         for wrong in (1, b"x", {}, ["x"])
     ],
@@ -171,6 +192,7 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "enable_switch_role",
             "allow_multiple_instances",
             "huge_pages",
+            "allow_insecure_remote",
         )
         for wrong in (1, 0, "1", "True")
     ],
@@ -337,3 +359,8 @@ def test_parse_listen_ip_info_refuses(text: Any, failure: Any) -> None:
 
 def test_ipv6_without_brackets_is_answered_with_an_example() -> None:
     expect(PI, lambda: parse_listen_ip_info("::1:26000"), match=r"\[fd00::2\]:26000")
+
+
+def test_a_secret_of_the_wrong_type_is_not_told() -> None:
+    error = expect(TypeError, lambda: setattr(LLMConfig(), "secret", b"the secret itself"))
+    assert str(error) == "secret only support a str, but got a bytes"

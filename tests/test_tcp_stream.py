@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -38,12 +38,22 @@ def test_spins_in_vain_are_followed_by_more_and_more_that_are_left_out(pair: tup
     assert [stream.spin_into(room) for _ in range(2)] == [0, 1]
 
 
-def test_a_header_that_does_not_fit_into_the_buffer_is_sent_as_it_is(pair: tuple[Stream, socket.socket]) -> None:
-    """Given as bytes or as a view of them, and much longer than any header is."""
-    stream, far = pair
-    data = np.random.default_rng(1).integers(0, 256, 16 << 20, dtype=np.uint8).tobytes()
-    for given in (data, memoryview(data)):
-        sender = threading.Thread(target=stream.send_bytes, args=(given, soon()))
+class Busy(Stream):
+    """Before it sends what did not fit into the buffer, all memory that is free is used for something else."""
+
+    def _pump(self, *arguments: Any) -> None:
+        used = [bytes([0xEE]) * size for size in range(0, 4 << 20, 1 << 14)]
+        super()._pump(*arguments)
+        del used
+
+
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_a_header_that_does_not_fit_into_the_buffer_is_sent_as_it_is(kind: type) -> None:
+    """It is much longer than any header is."""
+    data = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
+    near, far = tcp_pair()
+    with near, far:
+        sender = threading.Thread(target=Busy(near).send_bytes, args=(kind(data), soon()))
         sender.start()
         assert receive(far, len(data)) == data
         sender.join()

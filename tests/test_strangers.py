@@ -67,13 +67,15 @@ def crowd() -> Iterator[list[socket.socket]]:
         sock.close()
 
 
-def hello(cluster_id: int) -> bytes:
+def hello(cluster_id: int, *, accessible: bool = True) -> bytes:
     """The introduction of a stranger that knows how to speak."""
     identity = messages.Identity(
         cluster_id=cluster_id, incarnation=secrets.token_bytes(16), boot_id="x", pid_namespace=0, pid=1, start_time=1
     )
     offer = messages.Offer(probe_region=1, nonce=b"n" * 16, table_fd=0, paths=["tcp"])
-    body = messages.Hello(versions=(1, 1), identity=identity, remote_accessible=True, timeout_ms=600_000, offer=offer)
+    body = messages.Hello(
+        versions=(1, 1), identity=identity, remote_accessible=accessible, timeout_ms=600_000, offer=offer
+    )
     return framing.frame(messages.encode(messages.Envelope(body=body, id=1)))
 
 
@@ -205,3 +207,26 @@ def test_a_frame_that_is_too_long_is_not_waited_for(peers: Peers) -> None:
         with knock(server, CONTROL + length.to_bytes(4, "big")) as sock:
             sock.settimeout(WAIT_S)
             assert sock.recv(1) == b""
+
+
+def test_one_peer_holds_a_bounded_number_of_caches(peers: Peers) -> None:
+    """In message mode, and all the same they are free when it has gone."""
+    server = peers.make(1, enable_remote_cache_accessible=False)
+    server.call("register_blocks", "src", 1, 4, 64, model_id=0, seed=1)
+    ask = messages.Lookup(key=messages.KeyRef(model_id=0, blocks=True), timeout_ms=600_000)
+    answers = {messages.Found: 0, messages.Refuse: 0}
+    decoder = framing.FrameDecoder()
+    with knock(server, CONTROL + hello(5, accessible=False)) as sock:
+        sock.settimeout(WAIT_S)
+        assert b"welcome" in sock.recv(4096)
+        asking = b"".join(
+            framing.frame(messages.encode(messages.Envelope(body=ask, id=number))) for number in range(2, 5002)
+        )
+        sender = threading.Thread(target=sock.sendall, args=(asking,))
+        sender.start()
+        while sum(answers.values()) < 5000:
+            for payload in decoder.feed(sock.recv(1 << 16)):
+                answers[type(messages.decode(payload).body)] += 1
+        sender.join()
+    assert answers == {messages.Found: 4096, messages.Refuse: 904}
+    server.call("unregister", "src")  # waits until nobody holds it

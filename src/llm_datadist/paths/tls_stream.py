@@ -39,8 +39,7 @@ class TlsStream(Stream):
     def __init__(self, sock: socket.socket, tls: Tls) -> None:
         super().__init__(sock)
         self._tls = tls
-        self._sealed = memoryview(bytearray(_CHUNK))
-        self._clear = memoryview(bytearray(_CHUNK))
+        self._sealed, self._clear = (np.empty(_CHUNK, dtype=np.uint8).data for _ in range(2))
 
     @property
     def worn(self) -> bool:

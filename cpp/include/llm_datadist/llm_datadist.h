@@ -212,7 +212,8 @@ class ASCEND_FUNC_VISIBILITY LlmDataDist {
    * @param [in] options OPTION_DEVICE_ID is mandatory. Besides the OPTION_ constants: "llm.MemPoolConfig" and
    *   "llm.HostMemPoolConfig", {"memory_size": bytes, "page_shift": 16}, pools for AllocateCache; "llm.Paths", a comma
    *   list of transfer paths in order of preference; "llm.MaxRegisteredAddrs", 240 without it; "llm.HugePages", "0" to
-   *   leave the memory of caches in the pages it has.
+   *   leave the memory of caches in the pages it has; for links between hosts "llm.SecretFile" (or "llm.Secret"),
+   *   "llm.TlsCert", "llm.TlsKey" and "llm.TlsCa", or "llm.AllowInsecureRemote", "1" (see SECURITY.md).
    * @retval LLM_SUCCESS
    * @retval LLM_PARAM_INVALID wrong role or option
    * @retval LLM_OUT_OF_MEMORY no memory for a pool

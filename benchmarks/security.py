@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 BLOCK: Final = 256 << 10
 BLOCKS: Final = 512
+TOTAL: Final = BLOCKS * BLOCK
+LARGE: Final = 4
+"""Large pulls of one round."""
 SMALL: Final = 200
 EVERY: Final = list(range(BLOCKS))
 DESC: Final = CacheDesc(1, [BLOCKS, BLOCK], DataType.DT_UINT8)
@@ -55,7 +60,7 @@ def engine(cluster_id: int, options: Options, *, listen: bool) -> LLMDataDist:
 
 def own(pipe: Connection, every: list[Options]) -> None:
     """In the other process: one memory, in one engine for each kind."""
-    memory = np.random.default_rng(1).integers(0, 256, BLOCKS * BLOCK, dtype=np.uint8)
+    memory = np.random.default_rng(1).integers(0, 256, TOTAL, dtype=np.uint8)
     engines = [engine(number, options, listen=True) for number, options in enumerate(every, 1)]
     for number, one in enumerate(engines, 1):
         one.cache_manager.register_blocks_cache(DESC, [memory.ctypes.data], BlocksCacheKey(number, 0))
@@ -68,7 +73,8 @@ def own(pipe: Connection, every: list[Options]) -> None:
 class Caller:
     """This end of one kind."""
 
-    def __init__(self, number: int, options: Options, address: tuple[str, int], memory: np.ndarray) -> None:
+    def __init__(self, number: int, options: Options, address: tuple[str, int], memory: np.ndarray, owner: int) -> None:
+        self._owner = owner
         self._key = BlocksCacheKey(number, 0)
         self._engine = engine(100 + number, options, listen=False)
         self._cache: Cache = self._engine.cache_manager.register_blocks_cache(DESC, [memory.ctypes.data])
@@ -79,6 +85,7 @@ class Caller:
         self._info = [info]
         self.link_ms: list[float] = []
         self.large: list[float] = []
+        self.cpu: list[float] = []
         self.small: list[float] = []
         self._link()
 
@@ -95,14 +102,22 @@ class Caller:
         self._link()
         pull = self._engine.cache_manager.pull_blocks
         pull(self._key, self._cache, EVERY, EVERY)  # what the first one needs is in place
+        used = self._cpu_s()
         begin = time.perf_counter()
-        pull(self._key, self._cache, EVERY, EVERY)
+        for _ in range(LARGE):
+            pull(self._key, self._cache, EVERY, EVERY)
         middle = time.perf_counter()
+        self.cpu.append((self._cpu_s() - used) / (LARGE * TOTAL / 1e9))
         for at in range(SMALL):
             pull(self._key, self._cache, [at], [at])
         end = time.perf_counter()
-        self.large.append(BLOCKS * BLOCK / (middle - begin) / 1e9)
+        self.large.append(LARGE * TOTAL / (middle - begin) / 1e9)
         self.small.append((end - middle) / SMALL * 1e6)
+
+    def _cpu_s(self) -> float:
+        """Of both processes."""
+        ticks = Path(f"/proc/{self._owner}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return time.process_time() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End it."""
@@ -127,9 +142,9 @@ def main() -> None:
     owner = context.Process(target=own, args=(theirs, list(compared.values())), daemon=True)
     owner.start()
     addresses = ours.recv()
-    memory = np.zeros(BLOCKS * BLOCK, dtype=np.uint8)
+    memory = np.zeros(TOTAL, dtype=np.uint8)
     callers = [
-        Caller(number, options, address, memory)
+        Caller(number, options, address, memory, owner.pid or 0)
         for number, (options, address) in enumerate(zip(compared.values(), addresses, strict=True), 1)
     ]
     for _ in range(arguments.rounds):
@@ -138,13 +153,17 @@ def main() -> None:
     lines = [
         f"pull_blocks over tcp, {BLOCKS} blocks of {BLOCK >> 10} KiB; medians of {arguments.rounds} rounds",
         "",
-        "| | link | 128 MiB | against plain | one block | against plain |",
-        "|---|---|---|---|---|---|",
+        "| | link | 128 MiB | against plain | CPU time of both | against plain | one block | against plain |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, caller in zip(compared, callers, strict=True):
-        link, large, small = map(statistics.median, (caller.link_ms, caller.large, caller.small))
-        shown = ratio(caller.large, callers[0].large), ratio(caller.small, callers[0].small)
-        lines.append(f"| {name} | {link:.1f} ms | {large:.2f} GB/s | {shown[0]} | {small:.0f} us | {shown[1]} |")
+        lines.append(f"| {name} | {statistics.median(caller.link_ms):.1f} ms |")
+        for unit, figures, base in (
+            ("GB/s", caller.large, callers[0].large),
+            ("s/GB", caller.cpu, callers[0].cpu),
+            ("us", caller.small, callers[0].small),
+        ):
+            lines[-1] += f" {statistics.median(figures):.3g} {unit} | {ratio(figures, base)} |"
     sys.stdout.write("\n".join(lines) + "\n")
     for caller in callers:
         caller.close()

@@ -140,7 +140,8 @@ def _pieces(memory: U64) -> Iterator[tuple[U64, int]]:
             continue
         ends = np.cumsum(memory[at : at + MAX_IOVECS, 1].astype(np.int64))
         count = int(np.searchsorted(ends, _CHUNK, side="right"))
-        yield memory[at : at + count], int(ends[count - 1])
+        if size := int(ends[count - 1]):
+            yield memory[at : at + count], size
         at += count
 
 

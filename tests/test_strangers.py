@@ -16,8 +16,10 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.wire import framing, messages
+from llm_datadist.wire.auth import NO_KEY
+from llm_datadist.wire.data import ANSWER_BYTES, REPLY_BYTES, Greeting, Op, Reply, Request, Result, encode_few
 from llm_datadist.wire.framing import Kind
-from net_helpers import WAIT_S
+from net_helpers import WAIT_S, receive
 from security_kit import certificates, log_lines, open_descriptors, pull, push, same, watch_log, with_caches
 
 if TYPE_CHECKING:
@@ -230,3 +232,35 @@ def test_one_peer_holds_a_bounded_number_of_caches(peers: Peers) -> None:
         sender.join()
     assert answers == {messages.Found: 4096, messages.Refuse: 904}
     server.call("unregister", "src")  # waits until nobody holds it
+
+
+def test_a_request_out_of_range_is_refused_logged_once_and_has_no_effect(peers: Peers) -> None:
+    """Of somebody who speaks the protocol: beyond a region, across its end, of one that does not exist."""
+    server = peers.make(1)
+    with_caches(server)
+    server.call(watch_log)
+    before = server.memory("src") + server.memory("dst")
+    region = server.call(region_of, "dst")
+    with knock(server, CONTROL + hello(5)) as control:
+        control.settimeout(WAIT_S)
+        (welcome,) = framing.FrameDecoder().feed(control.recv(4096))
+        token = messages.decode(welcome).body.link_token  # type: ignore[union-attr]
+        greeting = Greeting.make(NO_KEY, token, 1, serve=True)
+        with knock(server, DATA + greeting.encode()) as data:
+            assert receive(data, ANSWER_BYTES) == greeting.answer(NO_KEY)
+            for number, (target, offset) in enumerate([(region, 1 << 40), (region, 4 * (1 << 16) * 16 - 8), (99, 0)]):
+                for op, payload in ((Op.READ, b""), (Op.WRITE, bytes(64))):
+                    request = Request(op, 1, 1, 0, 64, 5000)
+                    data.sendall(encode_few(request, [target], [offset], 64) + payload)
+                    reply = Reply.decode(receive(data, REPLY_BYTES))
+                    assert reply.result is (Result.UNKNOWN_REGION if number == 2 else Result.OUT_OF_RANGE)
+                    assert receive(data, reply.reason_bytes)
+    assert len(server.call(log_lines)) == 4  # one for each that a correct peer would never send
+    assert same(before, server.memory("src") + server.memory("dst"))
+
+
+def region_of(node: Node, name: str) -> int:
+    """In the child: the region of a cache's first tensor."""
+    found = node.datadist._engine._core.regions.find(node.addrs(name)[0], 1)
+    assert found is not None
+    return int(found[0])

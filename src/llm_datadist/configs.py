@@ -390,10 +390,7 @@ class LlmConfig:
         "llm.SecretFile", _text, None, "File that holds the secret. None: secret, LLM_DATADIST_SECRET[_FILE], or none."
     )
     tls_cert: _Text = _Option(
-        "llm.TlsCert",
-        _text,
-        None,
-        "PEM file: certificate for TLS 1.3. None: LLM_DATADIST_TLS_CERT, _KEY, _CA, or no TLS.",
+        "llm.TlsCert", _text, None, "PEM file: certificate for TLS 1.3. None: LLM_DATADIST_TLS_CERT, ..., or no TLS."
     )
     tls_key: _Text = _Option("llm.TlsKey", _text, None, "PEM file: key of tls_cert, without a password.")
     tls_ca: _Text = _Option("llm.TlsCa", _text, None, "PEM file: certificates of the CA that peers must be of, too.")

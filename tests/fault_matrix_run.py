@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fault_matrix_child as child
-from fault_matrix_cells import LINK_OPERATION, UNLINK_OPERATION, Cell, Observed, Phase
+from fault_matrix_cells import AGAIN, LINK_OPERATION, LOST, SAME, UNLINK_OPERATION, Cell, Observed, Phase
 from fault_matrix_rig import PATIENT_S
 from llm_datadist.testing import Carries, Direction, Fault, FaultKind
 from test_faults import go_on, stop
@@ -141,8 +141,8 @@ class Run:
             direction = Direction.FROM_TARGET if self.cell.operation.startswith("pull") else Direction.TO_TARGET
         elif self.cell.fault == "data connections cut":
             carries = Carries.DATA
-        elif phase is Phase.UNLINK:
-            direction = Direction.TO_TARGET
+        elif phase is Phase.UNLINK or self.cell.fault == "peer stopped past the deadline":
+            direction = Direction.TO_TARGET  # else it has answered already
         return Stalled(proxy.inject(Fault(FaultKind.STALL, at), carries, direction))
 
     def _begin(self) -> Future[Outcome]:
@@ -176,7 +176,7 @@ class Run:
         if operation.startswith("pull"):
             self.marked = self.here
         elif self.gone or self.cell.fault == "memory not mapped":
-            return "gone with its owner"
+            return LOST
         said = self._verdict(operation)
         if self.marked is None and outcome.quiescent:
             self.there.call(child.mark, name)
@@ -210,9 +210,9 @@ class Run:
             if second.status not in ("LLM_TIMEOUT", "LLM_FAILED"):
                 break
             second = self._call(other)
-        recovery = "same link"
+        recovery = SAME
         if second.status != "LLM_SUCCESS":
-            recovery = "linked again"
+            recovery = AGAIN
             self._unlink()
             self._link()
             self._must("LLM_SUCCESS", self._call(other))

@@ -141,7 +141,8 @@ class Handshaker:
         try:
             return number, connect(address, preamble(Kind.DATA) + greeting.encode(), deadline)
         except OSError as error:
-            raise _not_opened(f"cannot connect to {text(address)}: {error.strerror or error}", deadline) from error
+            message = f"cannot connect to {text(address)}: {error.strerror or error}"
+            raise _not_opened(message, deadline) from error
 
     def open_data(self, link: Link, count: int) -> messages.Body:
         """See ``Host.open_data``: data connections on which the peer asks, opened by this side."""
@@ -335,13 +336,15 @@ def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int,
     try:
         reply = link.request(messages.OpenData(count=count), deadline)
     except (ChannelClosedError, ReplyTimeoutError) as error:
-        raise _not_opened(f"the peer did not open data connections: {error}", deadline) from error
+        message = f"the peer did not open data connections: {error}"
+        raise _not_opened(message, deadline) from error
     reason = reply.reason if isinstance(reply, messages.Refuse) else "they did not arrive in time"
     taken = link.take_arrivals(count, deadline) if isinstance(reply, messages.Ok) else []
     if len(taken) < count:
         for _, sock in taken:
             sock.close()
-        raise _not_opened(f"the peer did not open data connections: {reason}", deadline)
+        message = f"the peer did not open data connections: {reason}"
+        raise _not_opened(message, deadline)
     return taken
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fault_matrix_child as child
@@ -340,11 +341,26 @@ def suspend(run: Run) -> None:
     """SIGSTOP until the operation has ended."""
     stop(run.rig.server)
     try:
+        wait_stopped(run.rig.server.pid)
         run.hold.release()
         with contextlib.suppress(TimeoutError):
             run.running.exception(LIMIT_S)
     finally:
         go_on(run.rig.server)
+
+
+def wait_stopped(pid: int) -> None:
+    """The signal may come a moment later to a thread that runs on another core."""
+    until = time.monotonic() + LIMIT_S
+    while any(not _stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < until, "a process does not stop"
+
+
+def _stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:  # it has ended
+        return True
 
 
 def cut_control(run: Run) -> None:

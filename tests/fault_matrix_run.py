@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fault_matrix_rig import Rig
     from peers import Peer
 
-LIMIT_S = 45.0
-"""An operation that takes longer hangs: far more than any deadline here and whatever else the machine does."""
+LIMIT_S = 20.0
+"""An operation that takes so much longer than its deadline hangs, whatever else the machine does."""
 HASTY_S, SHORT_S = 0.4, 0.001
 MIDDLE = child.TOTAL // 3
 _TRIES = 20
@@ -109,7 +109,7 @@ class Run:
         self.running = self._begin()
         self.hold.wait(self.running)
         fault.happen(self)
-        outcome = self.result(self.running)
+        outcome: Outcome = self.result(self.running, self.deadline_s)
         self.here.call(child.set_deadline, PATIENT_S)
         return outcome
 
@@ -155,13 +155,13 @@ class Run:
             return self.here.begin(child.unlink, peer, address, milliseconds)
         return self.here.begin(child.operate, self.cell.operation, peer, self.rig.ids[self.message])
 
-    def result(self, future: Future[Any]) -> Any:
+    def result(self, future: Future[Any], deadline_s: float = PATIENT_S) -> Any:
         """What a process answers, which must not take for ever."""
+        if not wait([future], deadline_s + LIMIT_S).done:
+            message = f"hangs: no answer {LIMIT_S} s after a deadline of {deadline_s} s"
+            raise CellError(message)
         try:
-            return future.result(LIMIT_S)
-        except TimeoutError:
-            message = f"hangs: no answer within {LIMIT_S} s"
-            raise CellError(message) from None
+            return future.result()
         except EOFError:
             message = "crash: the process of the survivor has ended"
             raise CellError(message) from None
@@ -343,8 +343,7 @@ def suspend(run: Run) -> None:
     try:
         wait_stopped(run.rig.server.pid)
         run.hold.release()
-        with contextlib.suppress(TimeoutError):
-            run.running.exception(LIMIT_S)
+        wait([run.running], run.deadline_s + LIMIT_S)
     finally:
         go_on(run.rig.server)
 

@@ -229,7 +229,7 @@ class Socket(_Watched):
         if self.backlog is not None:
             self.network.listeners.pop(self._name[1], None)
             for sock in self.backlog:
-                sock.vanish()
+                sock.close()
         elif self.peer is not None and self._error is None:
             if self.inbox:
                 self.peer.broken(errno.ECONNRESET)

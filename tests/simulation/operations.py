@@ -177,7 +177,6 @@ class Caller:
             return
         there = [self._rng.randrange(BLOCKS) for _ in here]
         begin = trial.world.scheduler.now
-        before = Frozen.of(target, here, "before")
 
         def work() -> None:
             deadline = engine.deadline()
@@ -196,9 +195,6 @@ class Caller:
         outcome, error = trial.call(member, f"pull {peer.cluster_id}", self._limit_s, work)
         if outcome == "ok":
             self._check_content(f"a pull from cluster {peer.cluster_id}", peer, target, here, there, begin)
-        elif outcome in ("LLM_NOT_YET_LINK", "LLM_KV_CACHE_NOT_EXIST") and error.phase in ("link", "lookup"):
-            if before.changed():
-                trial.violated(f"a pull from cluster {peer.cluster_id} was refused and yet wrote")
         self._watch(target, here, busy, error, f"after a pull: {outcome}")
 
     def _watch(self, memory: Memory, blocks: list[int], busy: set[int], error: Any, why: str) -> None:

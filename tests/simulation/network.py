@@ -380,7 +380,8 @@ class Socket(_Watched):
         if not self.backlog:
             raise _error(errno.EAGAIN)
         sock = self.backlog.popleft()
-        return sock, sock.getpeername()
+        assert sock.peer is not None
+        return sock, sock.peer._name  # noqa: SLF001 - known also if the connection is broken already
 
     def connect(self, where: tuple[Any, ...]) -> None:
         self._check()

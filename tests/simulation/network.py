@@ -116,7 +116,7 @@ class Network:
         """A process has ended: the system closes what it had."""
         for fd, thing in list(self.descriptors.items()):
             if thing.host is host:
-                del self.descriptors[fd]
+                self.descriptors.pop(fd, None)  # one that waited to be accepted goes with its listener
                 thing.vanish()
 
 
@@ -198,10 +198,10 @@ class Socket(_Watched):
 
     def _deliver(self, peer: Socket, segment: bytes | None) -> None:
         if segment is None:
-            peer._eof = True  # noqa: SLF001 - the other end
-        elif peer._closed and not peer._users:  # noqa: SLF001
+            peer._eof = True
+        elif peer._closed and not peer._users:
             self.broken(errno.ECONNRESET)
-        elif not peer._read_shut:  # noqa: SLF001
+        elif not peer._read_shut:
             peer.inbox += segment
         peer.changed()
         self.changed()
@@ -381,7 +381,7 @@ class Socket(_Watched):
             raise _error(errno.EAGAIN)
         sock = self.backlog.popleft()
         assert sock.peer is not None
-        return sock, sock.peer._name  # noqa: SLF001 - known also if the connection is broken already
+        return sock, sock.peer._name
 
     def connect(self, where: tuple[Any, ...]) -> None:
         self._check()
@@ -400,7 +400,7 @@ class Socket(_Watched):
             raise _error(errno.ECONNREFUSED)
         accepted = Socket(network)
         accepted.host = listener.host
-        self._name, accepted._name = ("127.0.0.1", network.port()), listener._name  # noqa: SLF001 - the other end
+        self._name, accepted._name = ("127.0.0.1", network.port()), listener._name
         self.peer, accepted.peer = accepted, self
         listener.backlog.append(accepted)
         listener.changed()
@@ -412,7 +412,7 @@ class Socket(_Watched):
         self._check()
         if self.peer is None or self._error is not None:
             raise _error(errno.ENOTCONN)
-        return self.peer._name  # noqa: SLF001 - the other end
+        return self.peer._name
 
     def settimeout(self, seconds: float | None) -> None:
         self._check()
@@ -535,4 +535,3 @@ class SocketCalls:
 def _ranges(iovecs: int, count: int) -> list[tuple[int, int]]:
     words = (ctypes.c_uint64 * (2 * count)).from_address(iovecs)
     return list(zip(words[::2], words[1::2], strict=True))
-

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llm_datadist.engine.requests import BlocksKey, PullRequest, PushRequest
-from llm_datadist.status import LLMException, LLMStatusCode
-from simulation.cluster import BLOCKS, POISON, SINK, SOURCE, TENSORS, Frozen, Member, Memory
+from llm_datadist.status import LLMException
+from simulation.cluster import BLOCKS, POISON, SINK, SOURCE, TARGET, TENSORS, Frozen, Member, Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from simulation.world import World
 
-TARGET = 2
 SLACK_S = 1.0
 """What a call may take beyond its time: fences, goodbyes, and threads that are late."""
 
@@ -53,7 +52,7 @@ class Trial:
         self.trace.append(f"{scheduler.now - 1000:.4f} cluster {member.cluster_id}: {name} -> {outcome} {result}")
         if took > limit_s + SLACK_S:
             self.violated(f"{name} of cluster {member.cluster_id} took {took:.3f} s, at most {limit_s} were allowed")
-        kind = f"{name.split()[0]} {outcome}"
+        kind = f"{name.split(maxsplit=1)[0]} {outcome}"
         self.outcomes[kind] = self.outcomes.get(kind, 0) + 1
         return outcome, result
 
@@ -75,10 +74,10 @@ class Caller:
                 self._link(peer)
         for _ in range(count):
             self._wait_ready()
-            if self._member.closing and self._rng.random() < 0.5:  # noqa: PLR2004
+            if self._member.closing and self._rng.random() < 0.5:
                 return
             self._one()
-            if self._rng.random() < 0.5:  # noqa: PLR2004
+            if self._rng.random() < 0.5:
                 self._trial.world.scheduler.sleep(self._rng.random() * 0.2)
 
     def _wait_ready(self) -> None:
@@ -123,7 +122,7 @@ class Caller:
         )
 
     def _unlink(self, peer: Member) -> None:
-        timeout, force = self._rng.choice((300, 1000, 3000)), self._rng.random() < 0.5  # noqa: PLR2004
+        timeout, force = self._rng.choice((300, 1000, 3000)), self._rng.random() < 0.5
         engine = self._engine
         self._trial.call(
             self._member,
@@ -216,9 +215,7 @@ class Caller:
         self, what: str, owner: Member, memory: Memory, blocks: list[int], sources: list[int], begin: float
     ) -> None:
         known = {
-            source.serial: source
-            for source in owner.memories[SOURCE]
-            if source.until is None or source.until >= begin
+            source.serial: source for source in owner.memories[SOURCE] if source.until is None or source.until >= begin
         }
         words = [np.unique(tensor[block]) for tensor in memory.tensors for block in blocks]
         expected = [(tensor, source) for tensor in range(TENSORS) for source in sources]
@@ -296,6 +293,3 @@ class Caller:
             trial.call(member, "register", 0.0, lambda: member.register(role) and None)
         finally:
             member.lock.release()
-
-
-__all__ = ["Caller", "LLMStatusCode", "Trial"]

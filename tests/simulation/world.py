@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist.memory import regions, syscalls
 from simulation.network import FIRST_FD, Bell, Network, Selector, Socket, SocketCalls
-from simulation.scheduler import Killed, Scheduler
+from simulation.scheduler import Scheduler
 from simulation.threads import Primitives
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from simulation.scheduler import Task
 
 _ROOMS = ("engine", "net", "paths", "utils.deadline", "memory.regions", "memory.pool")
-_SOCKET_NAMES = frozenset({"socket"})
 
 
 class Process:
@@ -138,7 +137,7 @@ class World:
 
     def _start_time(self, pid: int) -> int:
         if self.living(pid) is None:
-            raise FileNotFoundError(f"/proc/{pid}/stat")
+            raise FileNotFoundError(2, "No such file or directory", f"/proc/{pid}/stat")
         return pid * 3
 
 
@@ -163,7 +162,8 @@ class _Sockets:
 
     def __getattr__(self, name: str) -> Any:
         if not name.isupper():
-            raise AttributeError(f"socket.{name} is not simulated")
+            message = f"socket.{name} is not simulated"
+            raise AttributeError(message)
         return getattr(socket, name)
 
 
@@ -247,7 +247,7 @@ class _MemoryCalls:
         scheduler.preempt()
         if self._world.living(pid) is None:
             raise ProcessLookupError(3, "No such process")
-        if count > 1 and scheduler.rng.random() < 0.3:  # noqa: PLR2004 - a short count
+        if count > 1 and scheduler.rng.random() < 0.3:
             count = scheduler.rng.randrange(1, count)
         done = call(os.getpid(), local, remote, count)
         scheduler.preempt()
@@ -278,6 +278,3 @@ class _Views:
         if self._world.living(int(pid)) is None:
             raise FileNotFoundError(2, "No such file or directory", path)
         return regions.RegionView.of_file(f"/proc/self/fd/{fd}")
-
-
-__all__ = ["Killed", "Process", "World"]

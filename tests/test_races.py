@@ -15,7 +15,7 @@ from net_helpers import ended, tcp_pair
 def test_an_abort_while_a_transfer_ends() -> None:
     pool = AskerPool(2, lambda _count, _deadline: [])
     tickets = [object(), object()]
-    others = []
+    sockets = []
 
     class Ending(Asker):
         def shut_down(self) -> None:
@@ -24,10 +24,12 @@ def test_an_abort_while_a_transfer_ends() -> None:
 
     for number, ticket in enumerate(tickets):
         ours, theirs = tcp_pair()
-        others.append(theirs)
+        sockets += [theirs, ours]
         pool.used[ticket] = Ending(number, ours)
     pool.abort()
-    assert [ended(theirs) for theirs in others] == [True, True]
+    assert [ended(theirs) for theirs in sockets[::2]] == [True, True]
+    for sock in sockets:
+        sock.close()
 
 
 def test_workers_that_are_closed_while_one_takes_the_last_task() -> None:

@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule; the others count up from it")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--trace", action="store_true", help="tell what happened in each schedule")
     parser.add_argument("--keep-going", type=int, default=5, help="stop after so many bad schedules")
     parser.add_argument("--plant", choices=sorted(PLANTED), help="take something away that an invariant rests on")
@@ -35,6 +36,8 @@ def _run(given: argparse.Namespace) -> int:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     done = 0
     for seed in range(given.seed, given.seed + given.schedules):
+        if time.monotonic() - begin > given.seconds:
+            break
         result: Result = run(seed)
         done += 1
         outcomes.update(result.outcomes)

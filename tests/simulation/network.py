@@ -40,7 +40,7 @@ class Network:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.listeners: dict[int, Socket] = {}
-        self.descriptors: dict[int, Socket | Bell] = {}
+        self.descriptors: dict[int, _Watched] = {}
         self.slow = scheduler.rng.choice((0.00005, 0.0005, 0.005))
         self.room = scheduler.rng.choice((600, 4096, 1 << 16, 1 << 20))
         self._cuts: dict[frozenset[Any], int] = {}
@@ -52,11 +52,9 @@ class Network:
     def delay(self) -> float:
         return self.scheduler.rng.expovariate(1 / self.slow)
 
-    def add(self, thing: Socket | Bell) -> int:
+    def add(self) -> int:
         """The lowest free descriptor, as in a real process: what is used again may be mixed up."""
-        fd = next(number for number in itertools.count(FIRST_FD) if number not in self.descriptors)
-        self.descriptors[fd] = thing
-        return fd
+        return next(number for number in itertools.count(FIRST_FD) if number not in self.descriptors)
 
     def find(self, fd: int) -> Socket:
         found = self.descriptors.get(fd)
@@ -123,12 +121,22 @@ class Network:
 class _Watched:
     """What a selector can watch, and tasks can wait for."""
 
-    def __init__(self, network: Network) -> None:
+    host: Any
+
+    def __init__(self, network: Network, fd: int | None = None) -> None:
         self.network = network
         self.scheduler = network.scheduler
         self.host = network.scheduler.current.host
         self.waiting: list[Task] = []
-        self.fd = network.add(self)  # type: ignore[arg-type]
+        self.fd = network.add() if fd is None else fd
+        network.descriptors[self.fd] = self
+
+    def events(self) -> int:
+        """What a selector tells."""
+        return 0
+
+    def vanish(self) -> None:
+        """The process that had it has ended."""
 
     def changed(self) -> None:
         waiting, self.waiting = self.waiting, []
@@ -159,8 +167,20 @@ class Bell(_Watched):
         self.count += 1
         self.changed()
 
+
+class Ending(_Watched):
+    """A pidfd: a real descriptor, which becomes readable at the end of a process."""
+
+    def __init__(self, network: Network, fd: int, process: Any) -> None:
+        super().__init__(network, fd)
+        self._process = process
+        process.endings.append(self)
+
+    def events(self) -> int:
+        return 0 if self._process.alive else selectors.EVENT_READ
+
     def vanish(self) -> None:
-        """The process has ended."""
+        os.close(self.fd)
 
 
 class Socket(_Watched):
@@ -238,7 +258,6 @@ class Socket(_Watched):
         self.changed()
 
     def events(self) -> int:
-        """What a selector tells."""
         if self.backlog is not None:
             return selectors.EVENT_READ if self.backlog else 0
         if self.peer is None:
@@ -414,6 +433,10 @@ class Socket(_Watched):
             raise _error(errno.ENOTCONN)
         return self.peer._name
 
+    def getsockopt(self, _level: int, option: int, _size: int = 0) -> int:
+        self._check()
+        return (self._error or 0) if option == socket.SO_ERROR else 0
+
     def settimeout(self, seconds: float | None) -> None:
         self._check()
         self._timeout = seconds
@@ -432,7 +455,7 @@ class Selector:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._keys: dict[int, selectors.SelectorKey] = {}
-        self._things: dict[int, Socket | Bell] = {}
+        self._things: dict[int, _Watched] = {}
 
     def _fd(self, thing: Any) -> int:
         fd = thing if isinstance(thing, int) else thing.fileno()

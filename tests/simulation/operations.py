@@ -198,7 +198,8 @@ class Caller:
 
     def _watch(self, memory: Memory, blocks: list[int], busy: set[int], error: Any, why: str) -> None:
         """Let nobody change these bytes from now on, unless the error says that this may happen."""
-        if isinstance(error, LLMException) and "did not confirm" in str(error):
+        unsure = "did not confirm" in str(error) or getattr(error, "quiescent", True) is False
+        if isinstance(error, LLMException) and unsure:
             return  # they are lost for this life: ``busy`` keeps them
         frozen = Frozen.of(memory, blocks, why)
         patience = self._rng.choice((0.0, 0.1) if error is None else (0.05, 1.0, 5.0))

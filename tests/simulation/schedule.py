@@ -229,6 +229,3 @@ class _Director:
                 self._trial.violated(f"a thread is left after finalize: {task.name} of {task.host}\n{task.stack()}")
         for sock in self._world.network.descriptors.values():
             self._trial.violated(f"a descriptor is left after finalize: {sock} of {sock.host}")
-        for process in self._world.pidfds.values():
-            if process.alive:
-                self._trial.violated(f"a pidfd is left after finalize of {process}")

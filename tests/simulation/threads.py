@@ -263,6 +263,9 @@ class _Threading:
     def get_ident(self) -> int:
         return self._scheduler.current.ident
 
+    def current_thread(self) -> Task:
+        return self._scheduler.current
+
 
 class _Queues:
     Empty = queue.Empty
@@ -275,7 +278,8 @@ class _Time:
     def __init__(self, scheduler: Scheduler) -> None:
         self.monotonic = self.perf_counter = scheduler.tick
         self.sleep = scheduler.sleep
-        self.time = time.time
+        self.monotonic_ns = self.perf_counter_ns = lambda: int(scheduler.tick() * 1e9)
+        self.time, self.time_ns = time.time, time.time_ns
 
 
 class _Secrets:

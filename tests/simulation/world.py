@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.memory import regions, syscalls
-from simulation.network import FIRST_FD, Bell, Network, Selector, Socket, SocketCalls
+from simulation.network import FIRST_FD, Bell, Ending, Network, Selector, Socket, SocketCalls
 from simulation.scheduler import Scheduler
 from simulation.threads import Primitives
 
@@ -42,6 +42,8 @@ class Process:
         self.alive = True
         self.end_fd = os.eventfd(0)
         """Readable once it has ended."""
+        self.endings: list[Ending] = []
+        """The pidfds of it."""
         self._world = world
 
     def __str__(self) -> str:
@@ -56,6 +58,8 @@ class Process:
         if self.alive:
             self.alive = False
             os.eventfd_write(self.end_fd, 1)
+            for ending in self.endings:
+                ending.changed()
             for task in list(self._world.scheduler.tasks):
                 if task.host is self:
                     self._world.scheduler.kill(task)
@@ -71,8 +75,6 @@ class World:
         self.network = Network(self.scheduler)
         self.processes: dict[int, Process] = {}
         self._pid = 100_000
-        self.pidfds: dict[int, Process] = {}
-        """Real descriptors that processes have open."""
         self.watcher = self.process("watcher")
         """Looks on, and never dies."""
 
@@ -96,8 +98,6 @@ class World:
         for process in self.processes.values():
             process.kill()
             os.close(process.end_fd)
-        for pidfd in self.pidfds:
-            os.close(pidfd)
         self.scheduler.close()
 
     @contextlib.contextmanager
@@ -215,7 +215,7 @@ class _System:
 
     def close(self, fd: int) -> None:
         if fd < FIRST_FD:
-            self._world.pidfds.pop(fd, None)
+            self._world.network.descriptors.pop(fd, None)
             os.close(fd)
         elif self._world.network.descriptors.pop(fd, None) is None and not self._world.scheduler.current.killed:
             raise OSError(9, "Bad file descriptor")
@@ -225,8 +225,7 @@ class _System:
         if process is None:
             raise ProcessLookupError(3, "No such process")
         pidfd = os.dup(process.end_fd)
-        self._world.pidfds[pidfd] = self._world.scheduler.current.host
-        return pidfd
+        return Ending(self._world.network, pidfd, process).fd
 
 
 class _MemoryCalls:

@@ -21,7 +21,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.memory import regions, syscalls
-from simulation.network import FIRST_FD, Bell, Ending, Network, Selector, Socket, SocketCalls
+from simulation.calls import Selector, SocketCalls
+from simulation.network import FIRST_FD, Bell, Ending, Network, Socket
 from simulation.scheduler import Scheduler
 from simulation.threads import Primitives
 

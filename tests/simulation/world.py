@@ -21,6 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.memory import regions, syscalls
+from llm_datadist.utils.process import start_time
 from simulation.calls import Selector, SocketCalls
 from simulation.network import FIRST_FD, Bell, Ending, Network, Socket
 from simulation.scheduler import Scheduler
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from simulation.scheduler import Task
 
-_ROOMS = ("engine", "net", "paths", "utils.deadline", "memory.regions", "memory.pool")
+_ROOMS = ("engine", "net", "paths", "utils.deadline", "utils.process", "memory.regions", "memory.pool")
 
 
 class Process:
@@ -114,6 +115,7 @@ class World:
             id(socket): _Sockets(network),
             id(selectors): _Selectors(network),
             id(os): _System(self),
+            id(start_time): self._start_time,
         }
         with contextlib.ExitStack() as undo:
             for module in _modules():
@@ -132,8 +134,6 @@ class World:
             ("paths.tcp_stream", "syscalls", SocketCalls(self.network)),
             ("paths.one_sided", "syscalls", _MemoryCalls(self)),
             ("paths.process_vm", "RegionView", _Views(self)),
-            ("paths.process_vm", "start_time", self._start_time),
-            ("engine.core", "start_time", self._start_time),
         ]
 
     def _start_time(self, pid: int) -> int:

@@ -22,6 +22,12 @@ class Selector:
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._things: dict[int, Watched] = {}
 
+    def __enter__(self) -> Selector:  # noqa: PYI034 - Self is of Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _fd(self, thing: Any) -> int:
         fd = thing if isinstance(thing, int) else thing.fileno()
         if fd < 0:

@@ -201,6 +201,12 @@ class Socket(Watched):
         self._due = 0.0
         """When the first of the bytes under way arrive."""
 
+    def __enter__(self) -> Socket:  # noqa: PYI034 - Self is of Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # What the kernel does
 
     def pump(self) -> None:

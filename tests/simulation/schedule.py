@@ -72,9 +72,8 @@ def run(seed: int) -> Result:
             world.scheduler.run(task)
         except StuckError as error:
             trial.violated(str(error))
-        if task.error is not None:
-            trial.violated(f"the director failed: {task.error!r}")
         _finish(world, members, trial)
+    trial.violations += world.scheduler.failures
     trial.violations += [f"unexpected error: {text}" for text in errors.seen]
     return Result(
         seed,
@@ -190,13 +189,12 @@ class _Director:
     def _wait_for_callers(self) -> None:
         end = self._scheduler.now + LONGEST_S
         while any(not task.done for _, task in self._tasks):
+            if self._scheduler.failures:
+                return
             if self._scheduler.now > end:
                 self._trial.violated(f"calls do not end:\n{self._scheduler.stacks()}")
                 return
             self._scheduler.sleep(1.0)
-        for _, task in self._tasks:
-            if task.error is not None:
-                self._trial.violated(f"a caller failed: {task.error!r}")
 
     def _look(self) -> None:
         """At rest: both ends agree, nothing is left, and nobody has changed what is nobody's."""

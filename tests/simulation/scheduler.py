@@ -54,7 +54,6 @@ class Task:
         self.parked = False
         self.woken = False
         self.waiters: list[Task] = []
-        self.error: BaseException | None = None
         self._scheduler = scheduler
         self._run = run
         self.greenlet = greenlet(self._main, scheduler.hub)
@@ -66,7 +65,8 @@ class Task:
         except Killed:
             pass
         except BaseException as error:  # noqa: BLE001 - told at the end of the schedule
-            self.error = error
+            told = "".join(traceback.format_exception(error, limit=-5))
+            self._scheduler.failures.append(f"{self.name} of {self.host} failed: {told}")
         self.done = True
         self._scheduler.tasks.pop(self, None)
         for waiter in self.waiters:
@@ -91,6 +91,8 @@ class Scheduler:
         self.tasks: dict[Task, None] = {}
         self.current: Task
         self.steps = 0
+        self.failures: list[str] = []
+        """Of tasks that have ended with an exception."""
         self.digest = 0
         """Of all decisions: equal for two runs that were the same."""
         self._ready: list[Task] = []

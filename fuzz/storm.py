@@ -47,7 +47,7 @@ _BLOCKS: Final = 16
 _BLOCK_BYTES: Final = 256
 _OWNER: Final = 1
 _SETTLE_S: Final = 60.0
-_IO_S: Final = 10.0
+_IO_S: Final = 30.0
 _SPELL: Final = 40
 """Frames on one connection, at most."""
 

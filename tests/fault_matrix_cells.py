@@ -8,6 +8,8 @@ from typing import NamedTuple
 from fault_matrix_child import OPERATIONS
 
 PATHS = ("process_vm", "mapped", "tcp", "inprocess")
+SAME, AGAIN = "same link", "linked again"
+LOST = "gone with its owner"
 LINK_OPERATION, UNLINK_OPERATION = "link_clusters", "unlink_clusters"
 
 
@@ -98,3 +100,57 @@ CELLS = [
     if makes_sense(fault, phase, path)
     for operation in operations(phase)
 ]
+
+_GONE = frozenset({"LLM_NOT_YET_LINK"})
+_LATE = frozenset({"LLM_TIMEOUT"})
+_BROKEN = frozenset({"LLM_FAILED"})
+_OK = frozenset({"LLM_SUCCESS"})
+_MISSING = frozenset({"LLM_KV_CACHE_NOT_EXIST"})
+_NO_LINK = frozenset({"LLM_LINK_FAILED"})
+_NOT_TOLD = frozenset({"LLM_UNLINK_FAILED"})
+_ENDED = ("peer killed", "peer restarted", "control connection cut")
+_OUTLASTS = ("peer stopped past the deadline", "connection stalled", "deadline far too short")
+
+
+def expected(cell: Cell) -> frozenset[str]:
+    """The statuses that a cell may end with."""
+    fault, phase = cell.fault, cell.phase
+    if phase is Phase.TRANSFER:
+        return _expected_of_transfer(fault, cell.path)
+    if fault in _OUTLASTS:
+        return _LATE
+    if phase is Phase.LINK:
+        return _NO_LINK
+    if phase is Phase.UNLINK:
+        return _NOT_TOLD | _OK if fault == "peer finalizes" else _NOT_TOLD
+    if fault == "cache unregistered":  # a pull in message mode has the cache held
+        return _MISSING | _OK if cell.operation.startswith("pull") else _MISSING
+    # Over TCP, of two connections that end at once, each may be seen first.
+    return _GONE | _BROKEN if fault in _ENDED and cell.path == "tcp" else _GONE
+
+
+def _expected_of_transfer(fault: str, path: str) -> frozenset[str]:
+    if fault in _ENDED:
+        # The end of a connection may come after the last byte.
+        return _GONE | _BROKEN | _OK if path == "tcp" else _GONE | _OK
+    return {
+        "peer stopped past the deadline": _LATE if path == "tcp" else _OK,
+        "peer finalizes": _GONE | _OK,
+        "data connections cut": _BROKEN,
+        "connection stalled": _LATE,
+        "garbage instead of a reply": _BROKEN,
+        "cache unregistered": _MISSING | _OK,
+        "memory not mapped": _BROKEN,
+        "deadline far too short": _LATE if path == "tcp" else _LATE | _OK,
+    }[fault]
+
+
+def objection(cell: Cell, seen: Observed) -> str | None:
+    """What is wrong with what was seen, if anything."""
+    if seen.status not in expected(cell):
+        return f"{seen.status}, expected {' or '.join(sorted(expected(cell)))}"
+    if cell.phase is Phase.LOOKUP and seen.status != "LLM_SUCCESS" and seen.destination not in ("untouched", LOST):
+        return f"{seen.status} before the first byte, but the destination is {seen.destination}"
+    if seen.recovery not in (SAME, AGAIN):
+        return f"recovery: {seen.recovery}"
+    return None

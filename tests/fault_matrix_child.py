@@ -97,6 +97,8 @@ def setup(node: Node) -> dict[str, int]:
     for name, size in SIZES.items():
         node.arenas[name] = node.arena(TENSORS, size, None)
     reset(node)
+    gc.collect()
+    gc.freeze()  # what has been imported need not be looked at again in every cell
     return register_as_before(node)
 
 
@@ -320,14 +322,19 @@ def wait_not_linked(node: Node, peer: int) -> bool:
 def level(node: Node, highest: Level | None = None) -> Level:
     """What this process has open, once that is no more than ``highest``, or after a time."""
     found = _level()
-    if highest is not None:
-        _until(lambda: _within(_level(), highest))
+
+    def settled() -> bool:
+        nonlocal found
         found = _level()
+        return _within(found, highest)
+
+    if highest is not None and not _within(found, highest):
+        _until(settled)
     return found
 
 
-def _within(found: Level, highest: Level) -> bool:
-    return found.descriptors <= highest.descriptors and found.threads <= highest.threads
+def _within(found: Level, highest: Level | None) -> bool:
+    return highest is None or (found.descriptors <= highest.descriptors and found.threads <= highest.threads)
 
 
 def _level() -> Level:

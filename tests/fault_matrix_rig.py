@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fault_matrix_child as child
 from llm_datadist.testing import TcpProxy
 from peers import Peer, Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PATIENT_S = 20.0
 POOL = '{"memory_size": 50331648, "page_shift": 12}'
 CLIENT_ID, SERVER_ID = 1, 2
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["fault_matrix_child"])
+
+
+class Rigs:
+    """One rig for each path; one in which something went wrong is not used again."""
+
+    def __init__(self) -> None:
+        self._rigs: dict[str, Rig] = {}
+
+    @contextlib.contextmanager
+    def use(self, path: str) -> Iterator[Rig]:
+        """The rig of a path, for one cell."""
+        rig = self._rigs.pop(path, None) or Rig(path)
+        try:
+            yield rig
+        except BaseException:
+            rig.close()
+            raise
+        self._rigs[path] = rig
+
+    def close(self) -> None:
+        """End everything."""
+        for rig in self._rigs.values():
+            rig.close()
 
 
 class Rig:

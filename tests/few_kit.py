@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist.status import EXCEPTIONS
 from peers import GUARD, POISON, Node, Peer
 
 if TYPE_CHECKING:
@@ -80,9 +81,11 @@ def attempt(
     except (LLMException, TypeError, ValueError, AttributeError) as caught:
         error = caught
     node.extra["forbid"] = False
+    known = isinstance(error, LLMException)
+    assert not known or type(error) is EXCEPTIONS[error.status_code]
     return Outcome(
-        None if error is None else type(error).__name__,
-        error.status_code if isinstance(error, LLMException) else None,
+        "LLMException" if known else type(error).__name__ if error else None,
+        error.status_code if known else None,
         str(error or ""),
         bool(node.extra["short"]),
     )

@@ -30,6 +30,7 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
+from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,6 +159,13 @@ class Node:
         pool = self.arenas.pop(name).pool
         if pool is not None:
             self.manager.deallocate_cache(pool)
+
+    def wait_until_hidden(self, name: str) -> None:
+        """Return once a cache that is just being unregistered cannot be found any more; it may still be waited for."""
+        regions, address = self.datadist._engine._core.regions, self.addrs(name)[0]  # type: ignore[union-attr]
+        end = Deadline.after(TIMEOUT_S)
+        while regions.find(address, 1) is not None:
+            assert not end.expired()
 
     def memory(self, name: str) -> list[np.ndarray]:
         """Copies of a cache's tensors, guards included."""

@@ -38,7 +38,7 @@ def _key(path: Path) -> None:
 
 @functools.cache
 def certificates(name: str = "cluster") -> dict[str, str]:
-    """Options of ``LLMConfig`` for a member of the CA of this name; made as docs/guide.md says."""
+    """Options of ``LLMConfig`` for a member of the CA of this name; made as SECURITY.md says."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command to make certificates with")
     folder = Path(tempfile.mkdtemp(prefix="llm-datadist-certificates-"))

@@ -473,3 +473,27 @@ def test_threads_register_and_unregister_at_the_same_time(here: Fixture) -> None
         assert not thread.is_alive()
     assert sorted(each for seen in ids for each in seen) == list(range(1, 401))
     assert here.catalogue.snapshot().caches == []
+
+
+class Hasty(dict):  # type: ignore[type-arg]
+    """Keys of which one is removed by another thread at the moment in which they are looked through."""
+
+    def items(self):  # type: ignore[no-untyped-def]
+        first, *_ = super().items()
+        yield first
+        removing = threading.Thread(target=self.remove)
+        removing.start()
+        removing.join(0.3)  # as long as it has to wait for us it does not end
+        yield from list(super().items())[1:]
+
+
+def test_a_key_that_goes_while_another_is_looked_for(here: Fixture) -> None:
+    """Whoever removes it waits until the look-up has ended."""
+    one, two = RequestKey(1, 0), RequestKey(2, 0)
+    entry = here.add(one, two, owned=True)
+    removed = threading.Event()
+    entry.keys = Hasty(entry.keys)
+    entry.keys.remove = lambda: (here.catalogue.remove_key(two), removed.set())  # type: ignore[attr-defined]
+    assert here.released(req_id=2, model_id=0) == two
+    assert removed.wait(WAIT_S)
+    assert list(entry.keys) == [one]

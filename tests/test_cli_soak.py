@@ -180,14 +180,14 @@ def test_what_never_arrived_is_found(pair: Pair) -> None:
     assert "was never written" in pair.problems(transfer, complete=True)
 
 
-@pytest.mark.parametrize("field", ["descriptors", "threads", "resident_bytes"])
+@pytest.mark.parametrize("field", ["descriptors", "threads", "private_bytes"])
 def test_counters_that_grow_are_found(field: str) -> None:
     def usages(step: int) -> list[Usage]:
-        flat = {"descriptors": 100, "threads": 30, "resident_bytes": 100 << 20}
+        flat = {"descriptors": 100, "threads": 30, "private_bytes": 100 << 20}
         return [Usage(**{**flat, field: flat[field] + step * number}) for number in range(40)]
 
     assert all(trend.flat for trend in trends(usages(0)))
-    step = 1 << 20 if field == "resident_bytes" else 1
+    step = 1 << 20 if field == "private_bytes" else 1
     assert [trend.flat for trend in trends(usages(step))].count(False) == 1
 
 

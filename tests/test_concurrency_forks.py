@@ -63,6 +63,29 @@ def node() -> Iterator[Node]:
     made.finalize()
 
 
+def test_a_child_of_a_process_that_is_just_finalizing_may_finalize_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does nothing there, and does not wait for a thread that is not there."""
+    entered, gate = threading.Event(), threading.Event()
+    loop = node.manager._engine._core.loop
+    real = loop.close
+
+    def held() -> None:
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+        real()
+
+    monkeypatch.setattr(loop, "close", held)
+    ending = threading.Thread(target=node.datadist.finalize)
+    ending.start()
+    assert entered.wait(TIMEOUT_S)
+    assert in_child(node.datadist.finalize) == "None"
+    gate.set()
+    ending.join(TIMEOUT_S)
+    assert not ending.is_alive()
+
+
 class Never(LayerSynchronizer):
     """Waits until it is let go."""
 
@@ -220,15 +243,20 @@ def sockets(pid: int) -> set[str]:
 
 
 def fork_a_sleeper() -> int:
-    """A child that does nothing; its pid."""
+    """A child that does nothing; its pid, once it has got so far."""
     import warnings  # noqa: PLC0415
 
+    reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12
         pid = os.fork()
     if pid == 0:
+        os.write(writer, b".")
         signal.pause()
         os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"."
+    os.close(reader)
     return pid
 
 

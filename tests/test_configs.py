@@ -48,6 +48,12 @@ DEFAULTS: list[tuple[str, Any]] = [
     ("strict_constraints", False),
     ("metrics", False),
     ("verify_transfers", False),
+    ("secret", None),
+    ("secret_file", None),
+    ("tls_cert", None),
+    ("tls_key", None),
+    ("tls_ca", None),
+    ("allow_insecure_remote", False),
 ]
 
 
@@ -140,6 +146,16 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("verify_transfers", None, {}),
     ("heartbeat_interval_ms", 0, {"llm.HeartbeatIntervalMs": "0"}),
     ("heartbeat_timeout_ms", 2**31 - 1, {"llm.HeartbeatTimeoutMs": "2147483647"}),
+    ("secret", "x" * 16, {"llm.Secret": "x" * 16}),
+    ("secret", "", {"llm.Secret": ""}),
+    ("secret", None, {}),
+    ("secret_file", "/run/secret", {"llm.SecretFile": "/run/secret"}),
+    ("tls_cert", "cert.pem", {"llm.TlsCert": "cert.pem"}),
+    ("tls_key", "key.pem", {"llm.TlsKey": "key.pem"}),
+    ("tls_ca", "ca.pem", {"llm.TlsCa": "ca.pem"}),
+    ("allow_insecure_remote", True, {"llm.AllowInsecureRemote": "1"}),
+    ("allow_insecure_remote", False, {"llm.AllowInsecureRemote": "0"}),
+    ("allow_insecure_remote", None, {}),
 ]
 
 
@@ -173,6 +189,11 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "transfer_backend",
             "global_resource_config",
             "paths",
+            "secret",
+            "secret_file",
+            "tls_cert",
+            "tls_key",
+            "tls_ca",
         )
         for wrong in (1, b"x", {}, ["x"])
     ],
@@ -187,6 +208,7 @@ REFUSED: list[tuple[str, Any, Any]] = [
             "strict_constraints",
             "metrics",
             "verify_transfers",
+            "allow_insecure_remote",
         )
         for wrong in (1, 0, "1", "True")
     ],
@@ -360,3 +382,8 @@ def test_cluster_info_that_is_nested_too_deeply() -> None:
     with pytest.raises(ValueError, match="cluster_info is nested too deeply"):
         config.cluster_info = "[" * 100_000
     assert config.cluster_info == ""
+
+
+def test_a_secret_of_the_wrong_type_is_not_told() -> None:
+    error = expect(TypeError, lambda: setattr(LLMConfig(), "secret", b"the secret itself"))
+    assert str(error) == "secret only support a str, but got a bytes"

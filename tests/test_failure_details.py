@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
+from llm_datadist.engine.service import CacheService
 from llm_datadist.paths import one_sided, process_vm
 from llm_datadist.paths.tcp_stream import Stream
-from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire import messages
 from peers import GUARD, POISON, TIMEOUT_S, Node
 
 if TYPE_CHECKING:
@@ -219,14 +222,6 @@ def open_gate_late(node: Node, seconds: float) -> None:
     open_gate(node)
 
 
-def wait_until_hidden(node: Node) -> None:
-    """In the child: no region is registered for the cache any more."""
-    regions, address = node.datadist._engine._core.regions, node.addrs("mine")[0]  # type: ignore[union-attr]
-    end = Deadline.after(TIMEOUT_S)
-    while regions.find(address, 1) is not None:
-        assert not end.expired()
-
-
 def test_what_was_unregistered_meanwhile_is_not_believed(peers: Peers) -> None:
     """The memory that was read may have held something else."""
     owner, client = pair(peers, 1, paths="process_vm", sync_kv_timeout=1500)
@@ -234,9 +229,65 @@ def test_what_was_unregistered_meanwhile_is_not_believed(peers: Peers) -> None:
     running = client.begin(attempt, "pull_blocks", 1, 1)
     assert client.call(wait_at_gate)
     taken = owner.begin("unregister", "mine")
-    owner.call(wait_until_hidden)
+    owner.call("wait_until_hidden", "mine")
     client.call(open_gate_late, 1.6)
     error: LLMException = running.result(TIMEOUT_S)
     assert isinstance(error, TimeoutError)
     assert error.finished_blocks is error.bytes_done is None
     taken.result(TIMEOUT_S)
+
+
+def refuse_to_finish(_node: Node) -> None:
+    """In the child: in message mode it says that it has held the source for too long."""
+
+    def refuse(*_: object) -> messages.Refuse:
+        return messages.Refuse(code=int(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST), reason="held too long")
+
+    CacheService.finish = refuse  # type: ignore[method-assign]
+
+
+def pull_by_key(node: Node) -> LLMException:
+    """In the child."""
+    with pytest.raises(LookupError) as caught:
+        node.manager.pull_blocks(CacheKey(1, 5), node.caches["mine"], [], [3, 1])
+    assert isinstance(caught.value, LLMException)
+    return caught.value
+
+
+def test_everything_is_there_when_the_end_is_not_confirmed(peers: Peers) -> None:
+    """Message mode: the bytes have come, but the owner does not agree that it is done."""
+    owner = peers.make(1, enable_remote_cache_accessible=False)
+    client = peers.make(2, enable_remote_cache_accessible=False, listen=False)
+    owner.call("register_contiguous", "src", 1, 1, 2 * BLOCK_BYTES, keys=[CacheKey(1, 5)], seed=SEED)
+    client.call("register_blocks", "mine", 1, 4, BLOCK_BYTES)
+    assert client.link(owner) == OK
+    owner.call(refuse_to_finish)
+    error = client.call(pull_by_key)
+    assert (error.phase, error.peer) == ("confirm", 1)
+    assert "cluster 1: held too long" in str(error)
+    here = client.memory("mine")[0][GUARD:-GUARD].reshape(4, BLOCK_BYTES)
+    assert np.array_equal(here[[3, 1]].ravel(), owner.memory("src")[0][GUARD:-GUARD])
+    assert (here[[0, 2]] == POISON).all()
+
+
+def test_a_stopped_owner_is_looked_up_in_vain(peers: Peers) -> None:
+    """Message mode: nothing was moved."""
+    owner = peers.make(1, enable_remote_cache_accessible=False)
+    client = peers.make(2, enable_remote_cache_accessible=False, listen=False, sync_kv_timeout=300)
+    client.call("register_blocks", "mine", 1, 4, BLOCK_BYTES)
+    assert client.link(owner) == OK
+    os.kill(owner.process.pid, signal.SIGSTOP)
+    try:
+        error = client.call(pull_in_vain)
+    finally:
+        os.kill(owner.process.pid, signal.SIGCONT)
+    assert (error.phase, error.peer, error.retryable, error.quiescent) == ("lookup", 1, True, True)
+    assert (client.memory("mine")[0] == POISON).all()
+
+
+def pull_in_vain(node: Node) -> LLMException:
+    """In the child."""
+    with pytest.raises(TimeoutError) as caught:
+        node.manager.pull_blocks(CacheKey(1, 5), node.caches["mine"], [], [0])
+    assert isinstance(caught.value, LLMException)
+    return caught.value

@@ -119,6 +119,7 @@ def test_unregistering_the_remote_cache_waits_or_refuses(peers: Peers, path: str
     if path == "tcp":
         taking.result(TIMEOUT_S)
     else:
+        server.call("wait_until_hidden", theirs)
         expect_waiting(taking)
     client.call(release)
     outcome = transfer.result(TIMEOUT_S)

@@ -14,7 +14,9 @@ from fake_engine import FakeEngine
 from layerwise_kit import FAILED, ID_KEY, SUCCESS, TIMEOUT, WAIT_MS, Ready, by_key, engine_of, manager, start
 from llm_datadist import (
     BlocksCacheKey,
+    CacheDesc,
     CacheTask,
+    DataType,
     LayerSynchronizer,
     LLMStatusCode,
     TransferWithCacheKeyConfig,
@@ -207,6 +209,33 @@ def test_many_threads_at_once() -> None:
     synchronizer.go.set()
     join(synchronizer)
     assert sent(engine_of(subject)) == []
+
+
+@pytest.mark.parametrize("round_", range(20))
+def test_nothing_changes_after_the_end(linked: CacheManager, round_: int) -> None:
+    """Cancelled at any moment while one-MiB layers are copied: what is there at the end stays as it is."""
+    size, layers = 1 << 20, 12
+    source = [np.full(size, 1 + index, dtype=np.uint8) for index in range(2 * layers)]
+    target = [np.zeros(size, dtype=np.uint8) for _ in range(2 * layers)]
+    shape = CacheDesc(2 * layers, (4, size // 4), DataType.DT_UINT8)
+    linked.register_blocks_cache(shape, [each.ctypes.data for each in target], BlocksCacheKey(2, 1))
+    ours = linked.register_blocks_cache(shape, [each.ctypes.data for each in source])
+    reached = threading.Event()
+    synchronizer = Ready(lambda layer: layer < round_ % layers or reached.set() or True)
+    config = TransferWithCacheKeyConfig(BlocksCacheKey(2, 1), range(layers), range(layers))
+    task = linked.transfer_cache_async(ours, synchronizer, [config], [0, 1, 2, 3], [0, 1, 2, 3])
+    assert reached.wait(WAIT_S)
+    task.cancel()
+    status = task.synchronize(WAIT_MS)
+    assert status in {SUCCESS, FAILED}
+    assert task.cancelled == (status is FAILED)
+    then = [tensor.copy() for tensor in target]
+    join(synchronizer)
+    assert all(map(np.array_equal, target, then))
+    whole = [bool((tensor == 1 + index).all()) for index, tensor in enumerate(target)]
+    assert all(there or not target[index].any() for index, there in enumerate(whole))
+    assert whole[::2] == whole[1::2]
+    assert whole[::2] == sorted(whole[::2], reverse=True)
 
 
 # ------------------------------------------------------------ real memory

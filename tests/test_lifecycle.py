@@ -14,6 +14,7 @@ import pytest
 
 from expect import expect
 from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from peers import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,3 +142,19 @@ def test_forked_child_gets_an_error_and_does_no_harm(datadist: LLMDataDist) -> N
     assert "fork" in text
     datadist.cache_manager.unregister_cache(1)
     expect(LLMStatusCode.LLM_NOT_YET_LINK, lambda: datadist.explain_link(7))
+
+
+def test_finalize_gives_descriptors_back_although_caches_are_kept() -> None:
+    """A handle of a cache may outlive its engine; the region table behind it does not."""
+    kept = []
+
+    def live() -> int:
+        node = Node()
+        node.init(1)
+        node.register_blocks("kept", 1, 1, 64)
+        node.finalize()
+        kept.append(node)
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    first = live()
+    assert [live() for _ in range(3)] == [first] * 3

@@ -13,6 +13,7 @@ import pytest
 
 from expect import expect
 from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.liveness import Watch
 from llm_datadist.utils.process import OtherProcess, start_time
 from llm_datadist.wire.messages import Identity, Ping
@@ -263,6 +264,7 @@ class FakeLink:
         self.closed: str | None = None
         self.over = False
         self.stalled: str | None = None
+        self.state = LinkState.LINKED
         self.pings = 0
 
     def close(self, reason: str) -> None:
@@ -311,6 +313,18 @@ def test_any_sign_of_life_starts_anew() -> None:
     for _ in range(6):
         loop.pass_interval()
     assert link.closed is None
+
+
+def test_handshakes_are_left_alone() -> None:
+    """They have a deadline of their own."""
+    link, loop = watched()
+    link.state = LinkState.CONNECTING
+    for _ in range(20):
+        loop.pass_interval()
+    assert (link.pings, link.stalled, link.closed) == (0, None, None)
+    link.state = LinkState.LINKED
+    loop.pass_interval()
+    assert link.pings == 1
 
 
 # ---------------------------------------------------------------- processes

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from llm_datadist.utils import log
+from net_helpers import logged
 
 
 def run(code: str, level: str | None = None) -> str:
@@ -91,3 +93,21 @@ def test_get_logger_is_one_logger() -> None:
     assert log.get_logger() is log.get_logger()
     assert log.get_logger().name == "LLM_DATADIST"
     assert "%(levelname)s" in log.LOG_FORMAT
+
+
+def test_what_can_be_caused_at_will_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now))
+    with logged() as records:
+        for second in (0, 1, 59.9, 60, 61):
+            now = 1000.0 + second
+            log.warn_rarely("test topic", "at %s", second)
+        log.warn_rarely("another topic", "besides")
+    assert [record.getMessage() for record in records] == ["at 0", "at 60", "besides"]
+
+
+def test_topics_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    with logged():
+        for number in range(3000):
+            log.warn_rarely(f"topic {number}", "once")
+    assert len(log._last) <= 1024

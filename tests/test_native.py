@@ -95,6 +95,9 @@ def test_options() -> None:
     assert (parsed.remote_accessible, parsed.listen, parsed.max_registered_addrs) == (True, ("127.0.0.1", 0), 300)
     assert engine_options(1, {**BASIC, "llm.ListenIpInfo": "[::1]:7"}).listen == ("::1", 7)
     assert engine_options(1, {"llm.DeviceId": "3"}).device_id == 3
+    files = {"llm.TlsCert": "cert", "llm.TlsKey": "key", "llm.TlsCa": "ca"}
+    parsed = engine_options(1, {**BASIC, "llm.Secret": "x" * 16, "llm.AllowInsecureRemote": "1", **files})
+    assert (parsed.secret is not None, parsed.tls is not None, parsed.allow_insecure_remote) == (True, True, True)
 
 
 @pytest.mark.parametrize(

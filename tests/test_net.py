@@ -248,7 +248,8 @@ def test_close_runs_what_was_queued_and_is_idempotent() -> None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
         loop.call_later(0, lambda: seen.append("too late")).cancel()
-        assert seen == ["queued", "nested"]
+        loop.call_soon(lambda: seen.append("at once"))  # what is to be closed must be closed
+        assert seen == ["queued", "nested", "at once"]
 
 
 def test_what_comes_after_the_end_is_done_by_the_caller() -> None:

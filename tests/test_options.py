@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,10 @@ from llm_datadist.engine.options import (
     EngineOptions,
     PoolOptions,
 )
+from llm_datadist.net.security import TlsFiles
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ROLE = {"llm.Role": "Prompt"}
 HIXL = {"llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "1"}
@@ -393,6 +397,88 @@ def test_verify_transfers_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str)
     monkeypatch.setenv("LLM_DATADIST_VERIFY_TRANSFERS", value)
     error = expect(PI, lambda: EngineOptions.parse(ROLE))
     assert f'LLM_DATADIST_VERIFY_TRANSFERS is {value!r}, it must be "0" or "1"' in str(error)
+
+
+# Secret and TLS
+
+SECRET = "sixteen bytes or more"
+
+
+def revealed(options: EngineOptions) -> bytes | None:
+    return options.secret.reveal() if options.secret is not None else None
+
+
+def test_a_secret_comes_from_the_option_its_file_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = [tmp_path / "option", tmp_path / "environment"]
+    for path in files:
+        path.write_text(f"{SECRET} in the file of the {path.name}\n")
+        path.chmod(0o600)
+    assert EngineOptions.parse(ROLE).secret is None
+    monkeypatch.setenv("LLM_DATADIST_SECRET_FILE", str(files[1]))
+    assert revealed(EngineOptions.parse(ROLE)) == f"{SECRET} in the file of the environment".encode()
+    monkeypatch.delenv("LLM_DATADIST_SECRET_FILE")
+    monkeypatch.setenv("LLM_DATADIST_SECRET", SECRET)
+    assert revealed(EngineOptions.parse(ROLE)) == SECRET.encode()
+    assert revealed(parsed("llm.SecretFile", str(files[0]))) == f"{SECRET} in the file of the option".encode()
+    assert revealed(parsed("llm.Secret", SECRET + "!")) == f"{SECRET}!".encode()
+
+
+def test_options_do_not_show_their_secret() -> None:
+    assert SECRET not in repr(parsed("llm.Secret", SECRET))
+    assert SECRET not in str(dataclasses.asdict(parsed("llm.Secret", SECRET)))
+
+
+@pytest.mark.parametrize("value", ["", "too short", "x" * 5000])
+def test_what_is_no_secret_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    for key in ("llm.Secret", "LLM_DATADIST_SECRET"):
+        if key.isupper():
+            monkeypatch.setenv(key, value)
+        error = expect(PI, lambda key=key: EngineOptions.parse(ROLE | ({} if key.isupper() else {key: value})))
+        assert f"option {key} is hidden here: it has {len(value)} bytes" in str(error)
+        assert not value or value not in str(error)
+
+
+def test_a_secret_of_the_wrong_type_is_not_told() -> None:
+    error = expect(TypeError, lambda: EngineOptions.parse(ROLE | {"llm.Secret": b"itself"}))  # type: ignore[dict-item]
+    assert "itself" not in str(error)
+
+
+def test_two_secrets_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = expect(PI, lambda: parsed("llm.Secret", SECRET, **{"llm.SecretFile": "/run/secret"}))
+    assert "llm.Secret and llm.SecretFile are both set; set one of them" in str(error)
+    monkeypatch.setenv("LLM_DATADIST_SECRET", SECRET)
+    monkeypatch.setenv("LLM_DATADIST_SECRET_FILE", "/run/secret")
+    expect(PI, lambda: EngineOptions.parse(ROLE), match="LLM_DATADIST_SECRET and LLM_DATADIST_SECRET_FILE are both set")
+
+
+def test_a_secret_file_that_cannot_be_read_is_named() -> None:
+    error = expect(PI, lambda: parsed("llm.SecretFile", "/nowhere/secret"))
+    assert "option llm.SecretFile is '/nowhere/secret': No such file or directory" in str(error)
+
+
+def test_tls_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"llm.TlsCert": "cert", "llm.TlsKey": "key", "llm.TlsCa": "ca"}
+    assert EngineOptions.parse(ROLE | files).tls == TlsFiles("cert", "key", "ca")
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"LLM_DATADIST_TLS_{name}", f"{name} of the environment")
+    of_environment = TlsFiles("CERT of the environment", "KEY of the environment", "CA of the environment")
+    assert EngineOptions.parse(ROLE).tls == of_environment
+    assert EngineOptions.parse(ROLE | files).tls == TlsFiles("cert", "key", "ca")
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("1", True)])
+def test_insecure_remote(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
+    assert parsed("llm.AllowInsecureRemote", value).allow_insecure_remote is wanted
+    monkeypatch.setenv("LLM_DATADIST_ALLOW_INSECURE_REMOTE", value)
+    assert EngineOptions.parse(ROLE).allow_insecure_remote is wanted
+    assert parsed("llm.AllowInsecureRemote", "01"[not wanted]).allow_insecure_remote is not wanted
+
+
+@pytest.mark.parametrize("value", ["", *NO_FLAGS])
+def test_insecure_remote_is_0_or_1(value: str) -> None:
+    refused("llm.AllowInsecureRemote", value)
 
 
 def test_the_dictionary_is_not_changed() -> None:

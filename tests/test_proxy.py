@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from expect import expect
-from llm_datadist import LLMStatusCode
+from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.testing import Carries, Direction, Fault, FaultKind, TcpProxy
 from net_helpers import WAIT_S, ended, receive
 from test_links import pull_one, with_caches
@@ -21,7 +21,7 @@ from test_links import pull_one, with_caches
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from peers import Peers
+    from peers import Peer, Peers
 
 OK = LLMStatusCode.LLM_SUCCESS
 TO, FROM = Direction.TO_TARGET, Direction.FROM_TARGET
@@ -208,3 +208,41 @@ def test_a_link_through_the_proxy(peers: Peers) -> None:
         proxy.heal()
         client.call(pull_one, 1)
         assert client.call("unlink", 1, server.address) == OK
+
+
+@pytest.fixture
+def through_proxy(peers: Peers) -> Iterator[tuple[Peer, Peer, TcpProxy]]:
+    """A server with a short deadline, a client, and what is between them; not linked."""
+    server = peers.make(1, paths="tcp", sync_kv_timeout=2_000)
+    client = peers.make(2, paths="tcp", listen=False)
+    with_caches(server, client)
+    assert server.address is not None
+    with TcpProxy(server.address) as proxy:
+        yield server, client, proxy
+
+
+def test_a_path_that_is_stalled_while_linking_is_too_late(through_proxy: tuple[Peer, Peer, TcpProxy]) -> None:
+    """The probe gets no answer: that is LLM_TIMEOUT, not LLM_LINK_FAILED, and linking again works."""
+    _, client, proxy = through_proxy
+    fault = proxy.inject(Fault(FaultKind.STALL), Carries.DATA, FROM)
+    assert client.call("link", 1, proxy.address, 500) == LLMStatusCode.LLM_TIMEOUT
+    assert fault.wait(0)
+    proxy.heal()
+    assert client.call("link", 1, proxy.address) == OK
+    client.call(pull_one, 1)
+
+
+def test_a_data_connection_that_comes_too_late_is_a_timeout(through_proxy: tuple[Peer, Peer, TcpProxy]) -> None:
+    """The listening side has to ask for one over a control connection that is stalled."""
+    server, client, proxy = through_proxy
+    assert client.call("link", 1, proxy.address) == OK
+    server.call(pull_one, 2)
+    proxy.inject(Fault(FaultKind.STALL), Carries.CONTROL, FROM)
+    proxy.cut(Carries.DATA)
+    expect(LLMStatusCode.LLM_FAILED, lambda: server.call(pull_one, 2))  # on the connection that is cut
+    error = expect(LLMStatusCode.LLM_TIMEOUT, lambda: server.call(pull_one, 2))
+    assert "did not open data connections" in str(error)
+    assert isinstance(error, LLMException)
+    assert error.retryable
+    proxy.heal()
+    server.call(pull_one, 2)

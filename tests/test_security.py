@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import socket
@@ -10,14 +11,16 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from expect import PI, expect
-from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMStatusCode
 from llm_datadist.wire import framing
 from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.data import GREETING_BYTES
 from net_helpers import WAIT_S, ended, receive
+from paged_memory import Paged
 from peers import TIMEOUT_S, Node, close_off
 from security_kit import (
     BLOCK_BYTES,
@@ -456,3 +459,31 @@ def test_connections_are_replaced_before_a_key_is_worn(peers: Peers) -> None:
         assert len(between.said) > before + 2
         assert same(client.memory("dst"), server.memory("src"))
         assert server.call(log_lines) == client.call(log_lines) == []
+
+
+def unmap_source(node: Node) -> None:
+    """In the child: a cache with a hole of memory that is not mapped any more."""
+    memory = Paged(1)
+    node.extra["hole"] = memory
+    desc = CacheDesc(1, [64, mmap.PAGESIZE], DataType.DT_UINT8)
+    node.manager.register_blocks_cache(desc, [memory.start], BlocksCacheKey(node.datadist.cluster_id, 5))
+    memory.unmap(40, 8)
+
+
+def pull_with_hole(node: Node, cluster_id: int) -> None:
+    """In the child."""
+    desc = CacheDesc(1, [64, mmap.PAGESIZE], DataType.DT_UINT8)
+    node.extra["room"] = np.zeros(64 * mmap.PAGESIZE, dtype=np.uint8)
+    cache = node.manager.register_blocks_cache(desc, [node.extra["room"].ctypes.data])
+    node.manager.pull_blocks(BlocksCacheKey(cluster_id, 5), cache, list(range(64)), list(range(64)))
+
+
+def test_with_tls_memory_that_is_gone_is_an_error_and_ends_nobody(peers: Peers) -> None:
+    server, client = pair(peers, "tls", sync_kv_timeout=5000)
+    with_caches(server, client)
+    server.call(unmap_source)
+    assert client.link(server) == OK
+    with pytest.raises(LLMException):
+        client.call(pull_with_hole, 1)
+    client.call(pull, 1, EVERY)
+    assert same(client.memory("dst"), server.memory("src"))

@@ -16,8 +16,10 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.wire import framing, messages
+from llm_datadist.wire.auth import NO_KEY
+from llm_datadist.wire.data import ANSWER_BYTES, REPLY_BYTES, Greeting, Op, Reply, Request, Result, encode_few
 from llm_datadist.wire.framing import Kind
-from net_helpers import WAIT_S
+from net_helpers import WAIT_S, receive
 from security_kit import certificates, log_lines, open_descriptors, pull, push, same, watch_log, with_caches
 
 if TYPE_CHECKING:
@@ -67,13 +69,15 @@ def crowd() -> Iterator[list[socket.socket]]:
         sock.close()
 
 
-def hello(cluster_id: int) -> bytes:
+def hello(cluster_id: int, *, accessible: bool = True) -> bytes:
     """The introduction of a stranger that knows how to speak."""
     identity = messages.Identity(
         cluster_id=cluster_id, incarnation=secrets.token_bytes(16), boot_id="x", pid_namespace=0, pid=1, start_time=1
     )
     offer = messages.Offer(probe_region=1, nonce=b"n" * 16, table_fd=0, paths=["tcp"])
-    body = messages.Hello(versions=(1, 1), identity=identity, remote_accessible=True, timeout_ms=600_000, offer=offer)
+    body = messages.Hello(
+        versions=(1, 1), identity=identity, remote_accessible=accessible, timeout_ms=600_000, offer=offer
+    )
     return framing.frame(messages.encode(messages.Envelope(body=body, id=1)))
 
 
@@ -205,3 +209,58 @@ def test_a_frame_that_is_too_long_is_not_waited_for(peers: Peers) -> None:
         with knock(server, CONTROL + length.to_bytes(4, "big")) as sock:
             sock.settimeout(WAIT_S)
             assert sock.recv(1) == b""
+
+
+def test_one_peer_holds_a_bounded_number_of_caches(peers: Peers) -> None:
+    """In message mode, and all the same they are free when it has gone."""
+    server = peers.make(1, enable_remote_cache_accessible=False)
+    server.call("register_blocks", "src", 1, 4, 64, model_id=0, seed=1)
+    ask = messages.Lookup(key=messages.KeyRef(model_id=0, blocks=True), timeout_ms=600_000)
+    answers = {messages.Found: 0, messages.Refuse: 0}
+    decoder = framing.FrameDecoder()
+    with knock(server, CONTROL + hello(5, accessible=False)) as sock:
+        sock.settimeout(WAIT_S)
+        assert b"welcome" in sock.recv(4096)
+        asking = b"".join(
+            framing.frame(messages.encode(messages.Envelope(body=ask, id=number))) for number in range(2, 5002)
+        )
+        sender = threading.Thread(target=sock.sendall, args=(asking,))
+        sender.start()
+        while sum(answers.values()) < 5000:
+            for payload in decoder.feed(sock.recv(1 << 16)):
+                answers[type(messages.decode(payload).body)] += 1
+        sender.join()
+    assert answers == {messages.Found: 4096, messages.Refuse: 904}
+    server.call("unregister", "src")  # waits until nobody holds it
+
+
+def test_a_request_out_of_range_is_refused_logged_once_and_has_no_effect(peers: Peers) -> None:
+    """Of somebody who speaks the protocol: beyond a region, across its end, of one that does not exist."""
+    server = peers.make(1)
+    with_caches(server)
+    server.call(watch_log)
+    before = server.memory("src") + server.memory("dst")
+    region = server.call(region_of, "dst")
+    with knock(server, CONTROL + hello(5)) as control:
+        control.settimeout(WAIT_S)
+        (welcome,) = framing.FrameDecoder().feed(control.recv(4096))
+        token = messages.decode(welcome).body.link_token  # type: ignore[union-attr]
+        greeting = Greeting.make(NO_KEY, token, 1, serve=True)
+        with knock(server, DATA + greeting.encode()) as data:
+            assert receive(data, ANSWER_BYTES) == greeting.answer(NO_KEY)
+            for number, (target, offset) in enumerate([(region, 1 << 40), (region, 4 * (1 << 16) * 16 - 8), (99, 0)]):
+                for op, payload in ((Op.READ, b""), (Op.WRITE, bytes(64))):
+                    request = Request(op, 1, 1, 0, 64, 5000)
+                    data.sendall(encode_few(request, [target], [offset], 64) + payload)
+                    reply = Reply.decode(receive(data, REPLY_BYTES))
+                    assert reply.result is (Result.UNKNOWN_REGION if number == 2 else Result.OUT_OF_RANGE)
+                    assert receive(data, reply.reason_bytes)
+    assert len(server.call(log_lines)) == 4  # one for each that a correct peer would never send
+    assert same(before, server.memory("src") + server.memory("dst"))
+
+
+def region_of(node: Node, name: str) -> int:
+    """In the child: the region of a cache's first tensor."""
+    found = node.datadist._engine._core.regions.find(node.addrs(name)[0], 1)
+    assert found is not None
+    return int(found[0])

@@ -203,7 +203,7 @@ def test_a_read_is_asked_for_without_waiting_for_room() -> None:
             np.zeros(1, dtype=np.uint64), np.ones(1, dtype=np.uint64), np.zeros(1, dtype=np.int64), Runs(at, at, at)
         )
         sent = 0
-        while not asker._unsent:
+        while not asker._stream._unsent:
             asker.begin(Op.READ, spans, soon(), 7)
             sent += 1
             assert sent < 1000

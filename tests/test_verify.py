@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expect import expect
@@ -211,7 +211,7 @@ SOME_BLOCKS, SOME_BYTES = 12, 40
 block_pairs = st.lists(st.tuples(st.integers(0, SOME_BLOCKS - 1), st.integers(0, SOME_BLOCKS - 1)), min_size=1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs=block_pairs, method=st.sampled_from(METHODS), part=st.integers(1, 200))
 def test_no_false_alarm(couple: tuple[Node, Node], pairs: list[tuple[int, int]], method: str, part: int) -> None:
     """Any lists, also with a source or a destination several times, in parts of any size; and the bytes are right."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llm_datadist import LLMStatusCode
@@ -41,7 +41,8 @@ def iovecs(pieces: list[tuple[int, int]], base: int = MEMORY.ctypes.data) -> Any
 
 
 @pytest.mark.parametrize("denied", [False, True])
-@given(pieces=ranges, stage=st.integers(1, 300))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pieces=ranges, stage=st.integers(20, 5000))
 def test_a_digest_is_that_of_all_bytes_in_order(denied: bool, pieces: list[tuple[int, int]], stage: int) -> None:
     """However they are gathered: also in small steps, and where the kernel may not do it."""
 
@@ -159,6 +160,17 @@ def test_the_asker_s_patience_bounds_the_work(owner: Owner) -> None:
     refused(owner.ask([(0, 5)], timeout_ms=0), LLMStatusCode.LLM_TIMEOUT, "deadline")
 
 
+def test_the_longest_request_fits_into_a_message() -> None:
+    count = data.MAX_SPANS
+    tables = data.encode_spans(*(np.ones(size, dtype=np.uint64) for size in (1, 1, count, count)))  # type: ignore[arg-type]
+    header = data.Request(data.Op.READ, 1, count, 0, count, 100).encode()
+    payload = messages.encode(messages.Envelope(body=messages.Digest(spans=header + tables)))
+    found = messages.decode(payload).body
+    assert isinstance(found, messages.Digest)
+    assert data.decode_whole(found.spans)[0].runs == count
+
+
+@settings(deadline=None)
 @given(junk=st.binary(max_size=200))
 def test_malformed_tables_are_refused(junk: bytes) -> None:
     made = Owner()

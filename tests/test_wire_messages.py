@@ -100,6 +100,8 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     messages.Join: st.builds(messages.Join, comm=name),
     messages.OpenData: st.builds(messages.OpenData, count=st.integers(1, 64)),
     messages.Fence: st.builds(messages.Fence, connections=st.lists(u64, max_size=64)),
+    messages.Digest: st.builds(messages.Digest, spans=st.binary(max_size=64)),
+    messages.Digested: st.builds(messages.Digested, value=u64),
     messages.Bye: st.builds(messages.Bye, reason=text),
 }
 envelopes = st.builds(messages.Envelope, body=st.one_of(*BODIES.values()), id=u64, reply_to=u64)
@@ -250,6 +252,8 @@ def tampered(kind: type, path: str, value: object) -> bytes:
         (messages.OpenData, "count", 65),
         (messages.Fence, "connections", [1] * 4097),
         (messages.Fence, "connections.0", -1),
+        (messages.Hello, "offer.digest", "x" * 129),
+        (messages.Digest, "spans", "x"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else repr(value)[:40],
 )

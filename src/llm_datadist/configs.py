@@ -430,30 +430,21 @@ class LlmConfig:
     )
 
     secret: _Text = _Option(
-        "llm.Secret",
-        _hidden_text,
-        None,
-        "Secret of 16 bytes or more that both sides of a link must know; rather use secret_file, options get printed. "
-        "None: as secret_file, LLM_DATADIST_SECRET or LLM_DATADIST_SECRET_FILE says, else there is none.",
+        "llm.Secret", _hidden_text, None, "Secret, 16 bytes or more, that peers must know, too; rather use secret_file."
     )
     secret_file: _Text = _Option(
-        "llm.SecretFile", _text, None, "File that holds the secret; line ends after it are left out."
+        "llm.SecretFile", _text, None, "File that holds the secret. None: secret, LLM_DATADIST_SECRET[_FILE], or none."
     )
     tls_cert: _Text = _Option(
-        "llm.TlsCert",
-        _text,
-        None,
-        "PEM file with the certificate of this side. With it, tls_key and tls_ca all connections use TLS 1.3, and both "
-        "sides must show a certificate of the CA. All None: as LLM_DATADIST_TLS_CERT, _KEY, _CA say, else no TLS.",
+        "llm.TlsCert", _text, None, "PEM file: certificate for TLS 1.3. None: LLM_DATADIST_TLS_CERT, ..., or no TLS."
     )
-    tls_key: _Text = _Option("llm.TlsKey", _text, None, "PEM file with the key of tls_cert, without a password.")
-    tls_ca: _Text = _Option("llm.TlsCa", _text, None, "PEM file with the CA certificates whose holders may be linked.")
+    tls_key: _Text = _Option("llm.TlsKey", _text, None, "PEM file: key of tls_cert, without a password.")
+    tls_ca: _Text = _Option("llm.TlsCa", _text, None, "PEM file: certificates of the CA that peers must be of, too.")
     allow_insecure_remote: _Flag = _Option(
         "llm.AllowInsecureRemote",
         _flag,
         False,  # noqa: FBT003 - the default of the property
-        "Whether peers on other hosts are linked without secret and without TLS. "
-        "None: as LLM_DATADIST_ALLOW_INSECURE_REMOTE says, else False.",
+        "Link other hosts with neither secret nor TLS. None: LLM_DATADIST_ALLOW_INSECURE_REMOTE, or False.",
     )
     heartbeat_interval_ms: _Option[int] = _Option(
         "llm.HeartbeatIntervalMs",

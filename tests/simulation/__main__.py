@@ -1,14 +1,19 @@
-"""Run many schedules: ``python -m simulation --schedules 10000 --seed 1`` in the folder ``tests``."""
+"""Run many schedules: ``python -m simulation --schedules 10000 --seed 1`` in the folder ``tests``.
+
+A bad schedule is told with its seed: with ``--seed`` of it, ``--schedules 1 --trace`` shows all that happened.
+"""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import gc
-import os
 import sys
 import time
+from pathlib import Path
 
+from simulation.planted import PLANTED
 from simulation.schedule import Result, run
 
 
@@ -16,14 +21,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule; the others count up from it")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--trace", action="store_true", help="tell what happened in each schedule")
     parser.add_argument("--keep-going", type=int, default=5, help="stop after so many bad schedules")
+    parser.add_argument("--plant", choices=sorted(PLANTED), help="take something away that an invariant rests on")
     given = parser.parse_args()
+    with PLANTED[given.plant]() if given.plant else contextlib.nullcontext():
+        return _run(given)
+
+
+def _run(given: argparse.Namespace) -> int:
     begin, bad, steps, seconds, digest = time.monotonic(), 0, 0, 0.0, 0
     outcomes: collections.Counter[str] = collections.Counter()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     done = 0
     for seed in range(given.seed, given.seed + given.schedules):
+        if time.monotonic() - begin > given.seconds:
+            break
         result: Result = run(seed)
         done += 1
         outcomes.update(result.outcomes)
@@ -38,7 +52,7 @@ def main() -> int:
             if bad >= given.keep_going:
                 break
     gc.collect()
-    more = len(os.listdir("/proc/self/fd")) - descriptors
+    more = len(list(Path("/proc/self/fd").iterdir())) - descriptors
     print(f"{done} schedules, {bad} bad, {steps} steps, {seconds:.0f} virtual s in {time.monotonic() - begin:.1f} s")
     print(f"digest {digest:016x}, {more} more descriptors")
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))

@@ -12,7 +12,6 @@ from llm_datadist.engine.engine import Engine
 from llm_datadist.engine.options import EngineOptions
 from llm_datadist.engine.requests import BlocksKey, CacheKind, CacheSpec, PeerAddress
 from llm_datadist.status import LLMException
-from simulation.scheduler import Killed
 
 if TYPE_CHECKING:
     from simulation.scheduler import Task
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 BLOCKS = 8
 TENSORS = 2
 POISON = 0xDDDDDDDD
-SOURCE, SINK = 0, 1
-"""Model ids of the cache that others read, and of the one that others write."""
+SOURCE, SINK, TARGET = range(3)
+"""The cache that others read, the one that they write (both also are the model ids of keys), and that for own pulls."""
 
 
 @dataclass(eq=False)
@@ -89,7 +88,7 @@ class Plan:
     def draw(cls, world: World) -> Plan:
         rng = world.scheduler.rng
         return cls(
-            remote_accessible=rng.random() < 0.7,  # noqa: PLR2004
+            remote_accessible=rng.random() < 0.7,
             paths=rng.choice((("tcp",), ("tcp",), ("process_vm",), ("process_vm", "tcp"))),
             timeout_ms=rng.choice((200, 1000, 3000)),
             words=rng.choice((16, 128, 1500)),
@@ -151,7 +150,7 @@ class Member:
             except LLMException:  # the port is not free yet
                 self.world.scheduler.sleep(0.1)
         assert self.engine is not None, "cannot listen"
-        for role in (SOURCE, SINK, 2):
+        for role in (SOURCE, SINK, TARGET):
             self.register(role)
         self.ready = True
 
@@ -185,8 +184,8 @@ class Member:
         self.ready, self.engine = False, None
 
     def finalize(self) -> None:
-        """End it in good order; its process ends, too."""
-        engine, process = self.engine, self.process
+        """End it in good order."""
+        engine = self.engine
         if engine is None or self.closing:
             return
         self.closing, self.ready = True, False
@@ -196,7 +195,4 @@ class Member:
 def free_dead(member: Member) -> None:
     """Give back what a killed process would have lost: its descriptors are real."""
     for engine in member.dead:
-        try:
-            engine._core.regions.close()  # noqa: SLF001 - the process is gone, nobody else can
-        except Killed:
-            pass
+        engine._core.regions.close()

@@ -8,7 +8,6 @@ connection breaks.
 from __future__ import annotations
 
 import collections
-import ctypes
 import errno
 import itertools
 import os
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 _TIMEVAL = struct.Struct("ll")
 _BREAK_S = 60.0
 _DONTWAIT = int(socket.MSG_DONTWAIT)  # an enum is slow
-_WAITALL = int(socket.MSG_WAITALL)
 FIRST_FD = 1 << 20
 """Real descriptors are smaller."""
 
@@ -40,7 +38,7 @@ class Network:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.listeners: dict[int, Socket] = {}
-        self.descriptors: dict[int, Socket | Bell] = {}
+        self.descriptors: dict[int, Watched] = {}
         self.slow = scheduler.rng.choice((0.00005, 0.0005, 0.005))
         self.room = scheduler.rng.choice((600, 4096, 1 << 16, 1 << 20))
         self._cuts: dict[frozenset[Any], int] = {}
@@ -52,11 +50,9 @@ class Network:
     def delay(self) -> float:
         return self.scheduler.rng.expovariate(1 / self.slow)
 
-    def add(self, thing: Socket | Bell) -> int:
+    def add(self) -> int:
         """The lowest free descriptor, as in a real process: what is used again may be mixed up."""
-        fd = next(number for number in itertools.count(FIRST_FD) if number not in self.descriptors)
-        self.descriptors[fd] = thing
-        return fd
+        return next(number for number in itertools.count(FIRST_FD) if number not in self.descriptors)
 
     def find(self, fd: int) -> Socket:
         found = self.descriptors.get(fd)
@@ -116,19 +112,29 @@ class Network:
         """A process has ended: the system closes what it had."""
         for fd, thing in list(self.descriptors.items()):
             if thing.host is host:
-                del self.descriptors[fd]
+                self.descriptors.pop(fd, None)  # one that waited to be accepted goes with its listener
                 thing.vanish()
 
 
-class _Watched:
+class Watched:
     """What a selector can watch, and tasks can wait for."""
 
-    def __init__(self, network: Network) -> None:
+    host: Any
+
+    def __init__(self, network: Network, fd: int | None = None) -> None:
         self.network = network
         self.scheduler = network.scheduler
         self.host = network.scheduler.current.host
         self.waiting: list[Task] = []
-        self.fd = network.add(self)  # type: ignore[arg-type]
+        self.fd = network.add() if fd is None else fd
+        network.descriptors[self.fd] = self
+
+    def events(self) -> int:
+        """What a selector tells."""
+        return 0
+
+    def vanish(self) -> None:
+        """The process that had it has ended."""
 
     def changed(self) -> None:
         waiting, self.waiting = self.waiting, []
@@ -145,7 +151,7 @@ class _Watched:
                 self.waiting.remove(task)
 
 
-class Bell(_Watched):
+class Bell(Watched):
     """An eventfd."""
 
     def __init__(self, network: Network) -> None:
@@ -159,11 +165,23 @@ class Bell(_Watched):
         self.count += 1
         self.changed()
 
+
+class Ending(Watched):
+    """A pidfd: a real descriptor, which becomes readable at the end of a process."""
+
+    def __init__(self, network: Network, fd: int, process: Any) -> None:
+        super().__init__(network, fd)
+        self._process = process
+        process.endings.append(self)
+
+    def events(self) -> int:
+        return 0 if self._process.alive else selectors.EVENT_READ
+
     def vanish(self) -> None:
-        """The process has ended."""
+        os.close(self.fd)
 
 
-class Socket(_Watched):
+class Socket(Watched):
     """A TCP socket."""
 
     def __init__(self, network: Network, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> None:
@@ -183,6 +201,12 @@ class Socket(_Watched):
         self._due = 0.0
         """When the first of the bytes under way arrive."""
 
+    def __enter__(self) -> Socket:  # noqa: PYI034 - Self is of Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # What the kernel does
 
     def pump(self) -> None:
@@ -198,10 +222,10 @@ class Socket(_Watched):
 
     def _deliver(self, peer: Socket, segment: bytes | None) -> None:
         if segment is None:
-            peer._eof = True  # noqa: SLF001 - the other end
-        elif peer._closed and not peer._users:  # noqa: SLF001
+            peer._eof = True
+        elif peer._closed and not peer._users:
             self.broken(errno.ECONNRESET)
-        elif not peer._read_shut:  # noqa: SLF001
+        elif not peer._read_shut:
             peer.inbox += segment
         peer.changed()
         self.changed()
@@ -229,7 +253,7 @@ class Socket(_Watched):
         if self.backlog is not None:
             self.network.listeners.pop(self._name[1], None)
             for sock in self.backlog:
-                sock.vanish()
+                sock.close()
         elif self.peer is not None and self._error is None:
             if self.inbox:
                 self.peer.broken(errno.ECONNRESET)
@@ -238,7 +262,6 @@ class Socket(_Watched):
         self.changed()
 
     def events(self) -> int:
-        """What a selector tells."""
         if self.backlog is not None:
             return selectors.EVENT_READ if self.backlog else 0
         if self.peer is None:
@@ -380,7 +403,8 @@ class Socket(_Watched):
         if not self.backlog:
             raise _error(errno.EAGAIN)
         sock = self.backlog.popleft()
-        return sock, sock.getpeername()
+        assert sock.peer is not None
+        return sock, sock.peer._name
 
     def connect(self, where: tuple[Any, ...]) -> None:
         self._check()
@@ -399,7 +423,7 @@ class Socket(_Watched):
             raise _error(errno.ECONNREFUSED)
         accepted = Socket(network)
         accepted.host = listener.host
-        self._name, accepted._name = ("127.0.0.1", network.port()), listener._name  # noqa: SLF001 - the other end
+        self._name, accepted._name = ("127.0.0.1", network.port()), listener._name
         self.peer, accepted.peer = accepted, self
         listener.backlog.append(accepted)
         listener.changed()
@@ -411,7 +435,11 @@ class Socket(_Watched):
         self._check()
         if self.peer is None or self._error is not None:
             raise _error(errno.ENOTCONN)
-        return self.peer._name  # noqa: SLF001 - the other end
+        return self.peer._name
+
+    def getsockopt(self, _level: int, option: int, _size: int = 0) -> int:
+        self._check()
+        return (self._error or 0) if option == socket.SO_ERROR else 0
 
     def settimeout(self, seconds: float | None) -> None:
         self._check()
@@ -423,114 +451,3 @@ class Socket(_Watched):
             assert isinstance(value, bytes)
             whole, micro = _TIMEVAL.unpack(value)
             self._limits[option] = whole + micro * 1e-6
-
-
-class Selector:
-    """``selectors.DefaultSelector``."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._keys: dict[int, selectors.SelectorKey] = {}
-        self._things: dict[int, Socket | Bell] = {}
-
-    def _fd(self, thing: Any) -> int:
-        fd = thing if isinstance(thing, int) else thing.fileno()
-        if fd < 0:
-            fd = next((key.fd for key in self._keys.values() if key.fileobj is thing), -1)
-        if fd < 0:
-            raise ValueError("a socket that is closed")
-        return fd
-
-    def register(self, thing: Any, events: int, data: Any = None) -> None:
-        fd = self._fd(thing)
-        if fd in self._keys:
-            raise KeyError(fd)
-        self._keys[fd] = selectors.SelectorKey(thing, fd, events, data)
-        self._things[fd] = self._network.descriptors[fd]
-
-    def modify(self, thing: Any, events: int, data: Any = None) -> None:
-        fd = self._fd(thing)
-        key = self._keys[fd]
-        if key.events != events and self._things[fd] is not self._network.descriptors.get(fd):
-            raise FileNotFoundError(errno.ENOENT, "the kernel watches another file by this number")
-        self._keys[fd] = key._replace(events=events, data=data)
-
-    def unregister(self, thing: Any) -> None:
-        fd = self._fd(thing)
-        del self._keys[fd]
-        self._things.pop(fd)
-
-    def get_map(self) -> dict[int, selectors.SelectorKey]:
-        return self._keys
-
-    def select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        scheduler = self._network.scheduler
-        scheduler.preempt()
-        deadline = None if timeout is None else scheduler.now + timeout
-        while True:
-            ready = [(key, events) for fd, key in self._keys.items() if (events := self._ready(fd) & key.events)]
-            if ready or (deadline is not None and deadline <= scheduler.now):
-                scheduler.rng.shuffle(ready)
-                return ready
-            for thing in self._things.values():
-                thing.waiting.append(scheduler.current)
-            scheduler.park(deadline)
-            for thing in self._things.values():
-                if scheduler.current in thing.waiting:
-                    thing.waiting.remove(scheduler.current)
-
-    def _ready(self, fd: int) -> int:
-        thing = self._things[fd]
-        return thing.events() if self._network.descriptors.get(fd) is thing else 0
-
-    def close(self) -> None:
-        self._keys.clear()
-        self._things.clear()
-
-
-class SocketCalls:
-    """The vectored calls of ``memory.syscalls`` on sockets."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-
-    def receive(self, fd: int, address: int, size: int, flags: int) -> int:
-        data = self._network.find(fd).recv(size, flags)
-        ctypes.memmove(address, data, len(data))
-        return len(data)
-
-    def receive_iovecs(self, fd: int, iovecs: int, count: int, flags: int) -> int:
-        sock, done = self._network.find(fd), 0
-        for address, size in _ranges(iovecs, count):
-            at = 0
-            while at < size:
-                try:
-                    data = sock.recv(size - at, int(flags) & ~_WAITALL)
-                except OSError:
-                    if done:
-                        return done
-                    raise
-                if not data:
-                    return done
-                ctypes.memmove(address + at, data, len(data))
-                at, done = at + len(data), done + len(data)
-        return done
-
-    def send_iovecs(self, fd: int, iovecs: int, count: int, flags: int) -> int:
-        sock, done = self._network.find(fd), 0
-        for address, size in _ranges(iovecs, count):
-            at = 0
-            while at < size:
-                try:
-                    sent = sock.send(ctypes.string_at(address + at, size - at), flags)
-                except OSError:
-                    if done:
-                        return done
-                    raise
-                at, done = at + sent, done + sent
-        return done
-
-
-def _ranges(iovecs: int, count: int) -> list[tuple[int, int]]:
-    words = (ctypes.c_uint64 * (2 * count)).from_address(iovecs)
-    return list(zip(words[::2], words[1::2], strict=True))

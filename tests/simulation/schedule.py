@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-import llm_datadist.engine.link
-import llm_datadist.engine.session
+from llm_datadist.engine.link import Link
+from llm_datadist.engine.session import Session
 from llm_datadist.paths import inprocess, one_sided, tcp
 from simulation import state
 from simulation.cluster import Member, Plan, free_dead
@@ -69,9 +72,8 @@ def run(seed: int) -> Result:
             world.scheduler.run(task)
         except StuckError as error:
             trial.violated(str(error))
-        if task.error is not None:
-            trial.violated(f"the director failed: {task.error!r}")
         _finish(world, members, trial)
+    trial.violations += world.scheduler.failures
     trial.violations += [f"unexpected error: {text}" for text in errors.seen]
     return Result(
         seed,
@@ -84,42 +86,29 @@ def run(seed: int) -> Result:
     )
 
 
-def _countable() -> Any:
+@contextlib.contextmanager
+def _countable() -> Iterator[None]:
     """Let sets of links and sessions have the same order in each run."""
-    import contextlib  # noqa: PLC0415
+    numbers = itertools.count()
 
-    @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        numbers = itertools.count()
-        kinds = (llm_datadist.engine.link.Link, llm_datadist.engine.session.Session)
+    def number(self: Any) -> int:
+        found: int = self.__dict__.setdefault("_number", next(numbers))
+        return found
 
-        def number(self: Any) -> int:
-            found: int = self.__dict__.setdefault("_number", next(numbers))
-            return found
-
-        for kind in kinds:
-            kind.__hash__ = number  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for kind in kinds:
-                del kind.__hash__
-
-    return patched()
+    with mock.patch.object(Link, "__hash__", number), mock.patch.object(Session, "__hash__", number):
+        yield
 
 
-def _small_parts(world: World) -> Any:
+@contextlib.contextmanager
+def _small_parts(world: World) -> Iterator[None]:
     """In some schedules transfers are cut into parts as only large ones are otherwise."""
-    import contextlib  # noqa: PLC0415
-    from unittest import mock  # noqa: PLC0415
-
-    stack = contextlib.ExitStack()
-    if world.scheduler.rng.random() < 0.5:  # noqa: PLR2004
-        stack.enter_context(mock.patch.object(tcp, "PARALLEL_BYTES", 2048))
-        stack.enter_context(mock.patch.object(tcp, "REQUEST_BYTES", 1024))
-        stack.enter_context(mock.patch.object(one_sided, "PARALLEL_BYTES", 2048))
-        stack.enter_context(mock.patch.object(one_sided, "_LEAST_PART", 512))
-    return stack
+    sizes = [(tcp, "PARALLEL_BYTES", 2048), (tcp, "REQUEST_BYTES", 1024)]
+    sizes += [(one_sided, "PARALLEL_BYTES", 2048), (one_sided, "_LEAST_PART", 512)]
+    with contextlib.ExitStack() as stack:
+        if world.scheduler.rng.random() < 0.5:
+            for module, name, size in sizes:
+                stack.enter_context(mock.patch.object(module, name, size))
+        yield
 
 
 def _finish(world: World, members: list[Member], trial: Trial) -> None:
@@ -139,7 +128,7 @@ def _finish(world: World, members: list[Member], trial: Trial) -> None:
         trial.violated(f"threads do not end:\n{scheduler.stacks()}")
     closing = world.process("undertaker").run("undertaker", lambda: [free_dead(member) for member in members])
     scheduler.run(closing)
-    inprocess._tables.clear()  # noqa: SLF001 - of engines that were killed
+    inprocess._tables.clear()
     world.close()
 
 
@@ -171,11 +160,8 @@ class _Director:
         assert member.process is not None
         for number in range(self._rng.choice((1, 2, 3))):
             caller, count = Caller(self._trial, member), self._rng.choice((2, 4, 8))
-            eager = not number and self._rng.random() < 0.8  # noqa: PLR2004
-            task = member.process.run(
-                f"caller {number}",
-                lambda caller=caller, count=count, eager=eager: caller.run(count, link_all=eager),
-            )
+            eager = not number and self._rng.random() < 0.8
+            task = member.process.run(f"caller {number}", functools.partial(caller.run, count, link_all=eager))
             self._tasks.append((member, task))
 
     def _cut(self) -> None:
@@ -203,13 +189,12 @@ class _Director:
     def _wait_for_callers(self) -> None:
         end = self._scheduler.now + LONGEST_S
         while any(not task.done for _, task in self._tasks):
+            if self._scheduler.failures:
+                return
             if self._scheduler.now > end:
                 self._trial.violated(f"calls do not end:\n{self._scheduler.stacks()}")
                 return
             self._scheduler.sleep(1.0)
-        for _, task in self._tasks:
-            if task.error is not None:
-                self._trial.violated(f"a caller failed: {task.error!r}")
 
     def _look(self) -> None:
         """At rest: both ends agree, nothing is left, and nobody has changed what is nobody's."""
@@ -232,13 +217,8 @@ class _Director:
         tasks = []
         for member in self._trial.members:
             if member.process is not None and member.process.alive and member.engine is not None and not member.closing:
-                limit, finalize = 8.0, member.finalize
-                tasks.append(
-                    member.process.run(
-                        "finalize",
-                        lambda member=member, finalize=finalize: self._trial.call(member, "close", limit, finalize),
-                    )
-                )
+                close = functools.partial(self._trial.call, member, "close", 8.0, member.finalize)
+                tasks.append(member.process.run("finalize", close))
         while any(not task.done for task in tasks):
             self._scheduler.sleep(0.1)
         self._scheduler.sleep(30.0)
@@ -247,6 +227,3 @@ class _Director:
                 self._trial.violated(f"a thread is left after finalize: {task.name} of {task.host}\n{task.stack()}")
         for sock in self._world.network.descriptors.values():
             self._trial.violated(f"a descriptor is left after finalize: {sock} of {sock.host}")
-        for process in self._world.pidfds.values():
-            if process.alive:
-                self._trial.violated(f"a pidfd is left after finalize of {process}")

@@ -22,7 +22,7 @@ _SOON_S = 0.002
 MOST_STEPS = 400_000
 
 
-class Killed(BaseException):  # noqa: N818 - not an error: the end of a process
+class Killed(BaseException):
     """The process of this task has ended."""
 
 
@@ -54,7 +54,6 @@ class Task:
         self.parked = False
         self.woken = False
         self.waiters: list[Task] = []
-        self.error: BaseException | None = None
         self._scheduler = scheduler
         self._run = run
         self.greenlet = greenlet(self._main, scheduler.hub)
@@ -66,7 +65,8 @@ class Task:
         except Killed:
             pass
         except BaseException as error:  # noqa: BLE001 - told at the end of the schedule
-            self.error = error
+            told = "".join(traceback.format_exception(error, limit=-5))
+            self._scheduler.failures.append(f"{self.name} of {self.host} failed: {told}")
         self.done = True
         self._scheduler.tasks.pop(self, None)
         for waiter in self.waiters:
@@ -91,6 +91,8 @@ class Scheduler:
         self.tasks: dict[Task, None] = {}
         self.current: Task
         self.steps = 0
+        self.failures: list[str] = []
+        """Of tasks that have ended with an exception."""
         self.digest = 0
         """Of all decisions: equal for two runs that were the same."""
         self._ready: list[Task] = []
@@ -196,7 +198,7 @@ class Scheduler:
             if not self._ready:
                 self._advance()
                 continue
-            if self._events and self.rng.random() < 0.02:  # noqa: PLR2004 - others have been slow
+            if self._events and self.rng.random() < 0.02:
                 when = self._events[0][0]
                 if when - self.now < _SOON_S:
                     self.now = max(self.now, when)
@@ -210,7 +212,8 @@ class Scheduler:
         task = ready.pop()
         self.steps += 1
         if self.steps > MOST_STEPS:
-            raise StuckError(f"no end after {self.steps} steps\n{self.stacks()}")
+            message = f"no end after {self.steps} steps\n{self.stacks()}"
+            raise StuckError(message)
         self.digest = (self.digest * 31 + task.ident) % (1 << 61)
         self.current = task
         task.greenlet.switch()
@@ -227,7 +230,8 @@ class Scheduler:
         while events and events[0][2].action is None:
             heapq.heappop(events)
         if not events:
-            raise StuckError(f"nobody can go on\n{self.stacks()}")
+            message = f"nobody can go on\n{self.stacks()}"
+            raise StuckError(message)
         self.now = max(self.now, events[0][0])
 
     def stacks(self) -> str:

@@ -18,32 +18,21 @@ def leftovers(engine: Engine) -> Iterator[str]:
     core = engine._core
     links = core.table.all()
     tokens = {link.token for link in links}
-    if core.pending:
-        yield f"{len(core.pending)} links are pending"
-    if len(core.sessions) != len(links):
-        yield f"{len(core.sessions)} control connections for {len(links)} links"
-    if core.ender.fading():
-        yield f"{len(core.ender.fading())} links are fading"
-    if core.table._attempts:
-        yield f"attempts to link are going on: {core.table._attempts}"
-    if core.regions._leases:
-        yield f"{len(core.regions._leases)} leases of regions"
-    served = {token for token, _ in core.data_server._served} - tokens
-    if served:
-        yield f"data connections of {len(served)} links that have ended are served"
-    given_up = set(core.data_server._given_up) - tokens
-    if given_up:
-        yield f"connections given up are remembered for {len(given_up)} links that have ended"
-    for link in links:
-        if link.running:
-            yield f"{len(link.running)} transfers run over the link to cluster {link.cluster_id}"
-        if link.channel._waiters:
-            yield f"{len(link.channel._waiters)} requests wait for an answer of cluster {link.cluster_id}"
-        if link.state is not LinkState.LINKED:
-            yield f"the link to cluster {link.cluster_id} is {link.state.name}"
-    for entry in core.catalogue.all():
-        if entry.pins or entry.holders:
-            yield f"cache {entry.cache_id} is held {entry.pins} and {len(entry.holders)} times"
+    served = {token for token, _ in core.data_server._served}
+    counts = {
+        "links are pending": len(core.pending),
+        "control connections too many": len(core.sessions) - len(links),
+        "links are fading": len(core.ender.fading()),
+        "attempts to link are going on": len(core.table._attempts),
+        "regions are leased": len(core.regions._leases),
+        "links that have ended are served": len(served - tokens),
+        "links that have ended are remembered": len(set(core.data_server._given_up) - tokens),
+        "transfers run": sum(len(link.running) for link in links),
+        "requests wait for an answer": sum(len(link.channel._waiters) for link in links),
+        "links are not LINKED": sum(link.state is not LinkState.LINKED for link in links),
+        "holds of caches": sum(entry.pins + len(entry.holders) for entry in core.catalogue.all()),
+    }
+    yield from (f"{count} {what}" for what, count in counts.items() if count)
 
 
 def link_of(engine: Engine, cluster_id: int) -> tuple[bytes, bytes] | None:

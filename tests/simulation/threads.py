@@ -72,7 +72,7 @@ class _RLock(_Waiting):
         self.owner: Task | None = None
         self.count = 0
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT002 - as in threading
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = self.scheduler
         scheduler.preempt()
         task, deadline = scheduler.current, self._until(timeout)
@@ -187,7 +187,7 @@ class _SimpleQueue(_Waiting):
         self._items.append(item)
         self._wake(1)
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT002 - as in queue
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         self.scheduler.preempt()
         deadline = self._until(timeout)
         while not self._items:
@@ -263,6 +263,9 @@ class _Threading:
     def get_ident(self) -> int:
         return self._scheduler.current.ident
 
+    def current_thread(self) -> Task:
+        return self._scheduler.current
+
 
 class _Queues:
     Empty = queue.Empty
@@ -275,7 +278,8 @@ class _Time:
     def __init__(self, scheduler: Scheduler) -> None:
         self.monotonic = self.perf_counter = scheduler.tick
         self.sleep = scheduler.sleep
-        self.time = time.time
+        self.monotonic_ns = self.perf_counter_ns = lambda: int(scheduler.tick() * 1e9)
+        self.time, self.time_ns = time.time, time.time_ns
 
 
 class _Secrets:

@@ -21,8 +21,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.memory import regions, syscalls
-from simulation.network import FIRST_FD, Bell, Network, Selector, Socket, SocketCalls
-from simulation.scheduler import Killed, Scheduler
+from llm_datadist.utils.process import start_time
+from simulation.calls import Selector, SocketCalls
+from simulation.network import FIRST_FD, Bell, Ending, Network, Socket
+from simulation.scheduler import Scheduler
 from simulation.threads import Primitives
 
 if TYPE_CHECKING:
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
 
     from simulation.scheduler import Task
 
-_ROOMS = ("engine", "net", "paths", "utils.deadline", "memory.regions", "memory.pool")
-_SOCKET_NAMES = frozenset({"socket"})
+_ROOMS = ("engine", "net", "paths", "utils.deadline", "utils.process", "memory.regions", "memory.pool")
 
 
 class Process:
@@ -43,6 +44,8 @@ class Process:
         self.alive = True
         self.end_fd = os.eventfd(0)
         """Readable once it has ended."""
+        self.endings: list[Ending] = []
+        """The pidfds of it."""
         self._world = world
 
     def __str__(self) -> str:
@@ -57,6 +60,8 @@ class Process:
         if self.alive:
             self.alive = False
             os.eventfd_write(self.end_fd, 1)
+            for ending in self.endings:
+                ending.changed()
             for task in list(self._world.scheduler.tasks):
                 if task.host is self:
                     self._world.scheduler.kill(task)
@@ -72,8 +77,6 @@ class World:
         self.network = Network(self.scheduler)
         self.processes: dict[int, Process] = {}
         self._pid = 100_000
-        self.pidfds: dict[int, Process] = {}
-        """Real descriptors that processes have open."""
         self.watcher = self.process("watcher")
         """Looks on, and never dies."""
 
@@ -97,8 +100,6 @@ class World:
         for process in self.processes.values():
             process.kill()
             os.close(process.end_fd)
-        for pidfd in self.pidfds:
-            os.close(pidfd)
         self.scheduler.close()
 
     @contextlib.contextmanager
@@ -114,6 +115,7 @@ class World:
             id(socket): _Sockets(network),
             id(selectors): _Selectors(network),
             id(os): _System(self),
+            id(start_time): self._start_time,
         }
         with contextlib.ExitStack() as undo:
             for module in _modules():
@@ -132,13 +134,11 @@ class World:
             ("paths.tcp_stream", "syscalls", SocketCalls(self.network)),
             ("paths.one_sided", "syscalls", _MemoryCalls(self)),
             ("paths.process_vm", "RegionView", _Views(self)),
-            ("paths.process_vm", "start_time", self._start_time),
-            ("engine.core", "start_time", self._start_time),
         ]
 
     def _start_time(self, pid: int) -> int:
         if self.living(pid) is None:
-            raise FileNotFoundError(f"/proc/{pid}/stat")
+            raise FileNotFoundError(2, "No such file or directory", f"/proc/{pid}/stat")
         return pid * 3
 
 
@@ -163,7 +163,8 @@ class _Sockets:
 
     def __getattr__(self, name: str) -> Any:
         if not name.isupper():
-            raise AttributeError(f"socket.{name} is not simulated")
+            message = f"socket.{name} is not simulated"
+            raise AttributeError(message)
         return getattr(socket, name)
 
 
@@ -215,7 +216,7 @@ class _System:
 
     def close(self, fd: int) -> None:
         if fd < FIRST_FD:
-            self._world.pidfds.pop(fd, None)
+            self._world.network.descriptors.pop(fd, None)
             os.close(fd)
         elif self._world.network.descriptors.pop(fd, None) is None and not self._world.scheduler.current.killed:
             raise OSError(9, "Bad file descriptor")
@@ -225,8 +226,7 @@ class _System:
         if process is None:
             raise ProcessLookupError(3, "No such process")
         pidfd = os.dup(process.end_fd)
-        self._world.pidfds[pidfd] = self._world.scheduler.current.host
-        return pidfd
+        return Ending(self._world.network, pidfd, process).fd
 
 
 class _MemoryCalls:
@@ -247,7 +247,7 @@ class _MemoryCalls:
         scheduler.preempt()
         if self._world.living(pid) is None:
             raise ProcessLookupError(3, "No such process")
-        if count > 1 and scheduler.rng.random() < 0.3:  # noqa: PLR2004 - a short count
+        if count > 1 and scheduler.rng.random() < 0.3:
             count = scheduler.rng.randrange(1, count)
         done = call(os.getpid(), local, remote, count)
         scheduler.preempt()
@@ -278,6 +278,3 @@ class _Views:
         if self._world.living(int(pid)) is None:
             raise FileNotFoundError(2, "No such file or directory", path)
         return regions.RegionView.of_file(f"/proc/self/fd/{fd}")
-
-
-__all__ = ["Killed", "Process", "World"]

@@ -214,7 +214,8 @@ class ASCEND_FUNC_VISIBILITY LlmDataDist {
    *   list of transfer paths in order of preference; "llm.MaxRegisteredAddrs", 240 without it; "llm.HugePages", "0" to
    *   leave the memory of caches in the pages it has; "llm.StrictConstraints", "1" to make documented constraints of the
    *   original errors (docs/compatibility.md); "llm.VerifyTransfers", "1" to compare the bytes of both sides after each
-   *   transfer.
+   *   transfer; for links between hosts "llm.SecretFile" (or "llm.Secret"), "llm.TlsCert", "llm.TlsKey" and "llm.TlsCa", or
+   *   "llm.AllowInsecureRemote", "1" (see SECURITY.md).
    * @retval LLM_SUCCESS
    * @retval LLM_PARAM_INVALID wrong role or option
    * @retval LLM_OUT_OF_MEMORY no memory for a pool

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 class Transfers(ManagerBase):
     """Pull from and push to linked peers, each call within ``LLMConfig.sync_kv_timeout``.
 
-    When a call returns, every byte is in place; when it raises, no byte of the destination changes any more.
+    When a call returns, every byte is in place. When it raises, no byte of the destination changes any more, unless the
+    exception's ``quiescent`` is False; its ``finished_blocks`` are complete.
     """
 
     @staticmethod

@@ -35,7 +35,7 @@ class _Instances:
         with self._lock:
             again = any(each is instance for each in self._taken)
             if again or (self._taken and not allow_several):
-                other = self._taken[0]
+                other = instance if again else self._taken[0]
                 message = (
                     f"[init] failed, error code is {LLMStatusCode.LLM_FAILED}, the LLMDataDist of cluster "
                     f"{other.cluster_id} is initialised in this process: finalize it first, or, to have several, set "
@@ -61,7 +61,9 @@ class _Instances:
 
     def forget(self) -> None:
         """In a forked child: what the parent has initialised does not work here, and does not count."""
-        self._lock = threading.Lock()  # another thread of the parent may hold the old one for ever
+        self._lock = threading.Lock()  # other threads of the parent may hold the old ones for ever
+        for each in self._taken:
+            each._ending = threading.RLock()  # noqa: SLF001 - of the parent's, which finalize leaves alone here
         self._taken = []
         LLMDataDist.llm_engine_instance = None
 
@@ -106,6 +108,7 @@ class LLMDataDist:
         self._cache_manager: CacheManager | None = None
         self._engine_options: dict[str, str] = {}
         self._is_initialized = False
+        self._ending = threading.RLock()
 
     # ------------------------------------------------------------ life
 
@@ -159,20 +162,21 @@ class LLMDataDist:
     def finalize(self) -> None:
         """Stop: drop all links, forget all caches, free the pools; does nothing when not initialised.
 
-        Takes bounded time. No transfer touches registered memory any more when it returns. Not to be called while other
-        calls run.
+        Takes bounded time. No transfer touches registered memory any more when it returns, from whatever thread; calls
+        that run meanwhile fail.
         """
-        engine, manager = self._engine, self._cache_manager
-        if not self._is_initialized or engine is None or manager is None:
-            return
-        self._is_initialized = False
-        manager.mark_finalized()
-        try:
-            engine.close()
-        finally:
-            self._engine = None
-            self._cache_manager = None
-            _instances.drop(self)
+        with self._ending:
+            engine, manager = self._engine, self._cache_manager
+            if not self._is_initialized or engine is None or manager is None:
+                return
+            self._is_initialized = False
+            manager.mark_finalized()
+            try:
+                engine.close()
+            finally:
+                self._engine = None
+                self._cache_manager = None
+                _instances.drop(self)
 
     @property
     def cache_manager(self) -> CacheManager:

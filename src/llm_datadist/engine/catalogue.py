@@ -196,12 +196,11 @@ class Catalogue:
         with self._lock:
             entry, index = self._resolve(ref)
             entry.pins += 1
-        released = None
-        if entry.owned and not ref.blocks:
-            released = next(
-                (key for key, at in entry.keys.items() if at == index and isinstance(key, RequestKey)), None
-            )
-        return entry, index, released
+            released = None
+            if entry.owned and not ref.blocks:
+                keys = (key for key, at in entry.keys.items() if at == index and isinstance(key, RequestKey))
+                released = next(keys, None)
+            return entry, index, released
 
     def _resolve(self, ref: messages.KeyRef) -> tuple[CacheEntry, int]:
         if ref.blocks or (ref.cache_id is not None and ref.cache_id < 0):

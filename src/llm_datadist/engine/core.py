@@ -158,6 +158,7 @@ class Core:
         if self.handover is not None:
             self.handover.close()
         self.data_server.close()
+        self.digests.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")
         for workers in (
@@ -170,4 +171,6 @@ class Core:
         ):
             workers.close()
         self.loop.close()
+        for session in list(self.sessions):  # of links that were begun meanwhile
+            session.channel.close("this engine has been finalized")
         self.regions.close()

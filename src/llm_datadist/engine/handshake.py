@@ -7,7 +7,6 @@ sides; until then either can still say no and nothing is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 from hmac import compare_digest
@@ -156,12 +155,14 @@ class Handshaker:
         self, link: Link, address: Address, count: int, deadline: Deadline
     ) -> list[tuple[int, socket.socket]]:
         """Data connections on which this side asks, opened by this side."""
-        with contextlib.ExitStack() as undo:
-            opened: list[tuple[int, socket.socket]] = []
-            for _ in range(count):
+        opened: list[tuple[int, socket.socket]] = []
+        try:
+            while len(opened) < count:
                 opened.append(self._open_one(link, address, deadline, serve=True))
-                undo.callback(opened[-1][1].close)
-            undo.pop_all()
+        except BaseException:
+            for _, sock in opened:
+                sock.close()
+            raise
         return opened
 
     def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:
@@ -178,9 +179,8 @@ class Handshaker:
                 sock.close()
                 raise
         except (OSError, EOFError, TlsError, NotAdmittedError) as error:
-            raise _not_opened(
-                reason=f"cannot connect to {text(address)}: {limits.with_hint(error)}", deadline=deadline
-            ) from error
+            message = f"cannot connect to {text(address)}: {limits.with_hint(error)}"
+            raise _not_opened(message, deadline) from error
         return number, sock
 
     def open_data(self, link: Link, count: int) -> messages.Body:
@@ -404,13 +404,15 @@ def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int,
     try:
         reply = link.request(messages.OpenData(count=count), deadline)
     except (ChannelClosedError, ReplyTimeoutError) as error:
-        raise _not_opened(reason=f"the peer did not open data connections: {error}", deadline=deadline) from error
+        message = f"the peer did not open data connections: {error}"
+        raise _not_opened(message, deadline) from error
     reason = reply.reason if isinstance(reply, messages.Refuse) else "they did not arrive in time"
     taken = link.take_arrivals(count, deadline) if isinstance(reply, messages.Ok) else []
     if len(taken) < count:
         for _, sock in taken:
             sock.close()
-        raise _not_opened(reason=f"the peer did not open data connections: {reason}", deadline=deadline)
+        message = f"the peer did not open data connections: {reason}"
+        raise _not_opened(message, deadline)
     return taken
 
 

@@ -12,6 +12,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.engine.link import LinkState
 from llm_datadist.net.loop import READ
 from llm_datadist.utils import log
 from llm_datadist.utils.process import OtherProcess
@@ -80,7 +81,9 @@ class Watch:
         link, channel = self._link, self._link.channel
         if channel.closed or not self._patience:
             return
-        if channel.heard_at != self._heard_at:
+        if link.state is LinkState.CONNECTING:  # the handshake has its own deadline, and the peer may not know us yet
+            self._silent = 0
+        elif channel.heard_at != self._heard_at:
             self._heard_at, self._silent = channel.heard_at, 0
             if link.stalled is not None:
                 log.warn("cluster %d answers again", link.cluster_id)
@@ -90,13 +93,13 @@ class Watch:
         unanswered = self._silent - 1
         if unanswered >= 1:
             why = "its process is stopped" if self._process and self._process.stopped() else "stalled or unreachable"
-            link.stalled = f"no sign of life for {self._silent * self._interval_s:.3g} s ({why})"
+            link.stalled = f"no sign of life for {self._silent * self._interval_s:g} s ({why})"
         if unanswered >= self._patience:
             channel.close(link.stalled or "no sign of life")
             return
         if self._silent == _SUSPICIOUS:
             rest = (self._patience - unanswered) * self._interval_s
-            log.warn("cluster %d (%s): %s; given up in %.3g s", link.cluster_id, link.address, link.stalled, rest)
+            log.warn("cluster %d (%s): %s; given up in %g s", link.cluster_id, link.address, link.stalled, rest)
         if self._silent:
             link.notify(Ping(link_token=link.token), answered=True)
         self._timer = self._loop.call_later(self._interval_s, self._tick)

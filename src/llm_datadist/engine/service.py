@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llm_datadist.net.loop import Loop, Timer
 
 _HOLD_GRACE_S: Final = 5.0
+_MAX_HOLDS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -59,6 +60,8 @@ class CacheService:
 
     def lookup(self, holds: Holds, ask: messages.Lookup) -> messages.Body:
         """Find a cache and hold it for the asker."""
+        if len(holds.by_id) >= _MAX_HOLDS:
+            return refuse(LLMStatusCode.LLM_LINK_BUSY, f"{_MAX_HOLDS} caches are held for this peer already")
         try:
             entry, index, key = self._catalogue.find(ask.key)
         except KeyError:

@@ -187,6 +187,10 @@ class DigestService:
 
         self._workers.run(work, done)
 
+    def close(self) -> None:
+        """Look at the table no more; idempotent."""
+        self._view.close()
+
     def compute(self, ask: messages.Digest) -> messages.Body:
         """The digest, or a refusal."""
         try:

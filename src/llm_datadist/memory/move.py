@@ -132,6 +132,20 @@ def copy(target: Side, source: Side, lengths: I64, checkpoint: Callable[[], obje
             move_unchecked(target.iovecs(lengths, part), source.iovecs(lengths, part))
 
 
+def copy_one(target: U64, source: U64) -> None:
+    """As ``copy``, of one range: both iovec arrays have one entry, of the same length. They may be changed.
+
+    Raises:
+        MemoryFaultError: part of the memory is not mapped.
+    """
+    try:
+        move(syscalls.process_vm_readv, os.getpid(), target, source)
+    except OSError as error:
+        if error.errno not in DENIED:
+            raise
+        move_unchecked(target, source)
+
+
 def move_unchecked(target: U64, source: U64) -> None:
     """Move two iovec arrays that are cut alike without the kernel: memory that is not mapped ends the process."""
     calls = map(ctypes.memmove, target[:, 0].tolist(), source[:, 0].tolist(), target[:, 1].tolist())

@@ -214,6 +214,8 @@ class Channel:
             self._loop.call_soon(self._watch)
 
     def _watch(self) -> None:
+        if self._loop.ended:  # nobody would ever read a reply
+            self.close("this engine has been finalized")
         with self._lock:
             if self._close_reason is not None:
                 return

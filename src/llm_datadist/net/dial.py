@@ -56,7 +56,10 @@ def dial(address: Address, kind: Kind, deadline: Deadline, tls: TlsContexts | No
     try:
         try:
             agreed = parse_preamble(hear(sock, PREAMBLE_SIZE, deadline)).tls
-        except (ProtocolError, EOFError):
+        except EOFError as error:
+            message = "it has closed the connection when it was asked for TLS; its log may say why"
+            raise TlsError(message) from error
+        except ProtocolError:
             agreed = False
         if not agreed:
             raise TlsError(_NO_TLS)

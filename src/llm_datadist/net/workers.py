@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from concurrent.futures import CancelledError, Future
@@ -86,9 +87,8 @@ class Workers:
             if self._closed:
                 return
             self._closed = True
-            while not self._tasks.empty():
-                task = self._tasks.get_nowait()
-                if task is not None:
+            with contextlib.suppress(queue.Empty):  # workers go on taking tasks meanwhile
+                while (task := self._tasks.get_nowait()) is not None:
                     task[0].cancel()
             for _ in range(self._threads):
                 self._tasks.put(None)

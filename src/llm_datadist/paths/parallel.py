@@ -73,8 +73,15 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
         except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
             checkpoint.stop()
             errors.append(error)
-    finally:  # whatever comes in the middle of that
-        _collect_all(futures, errors, checkpoint)
+    finally:  # whatever comes in the middle of that; no call, at whose begin Ctrl-C may come, is outside the loop
+        while True:
+            try:
+                _collect_all(futures, errors, checkpoint)
+            except KeyboardInterrupt as interrupt:
+                errors.insert(0, interrupt)
+                checkpoint.stop()
+            else:
+                break
     _raise_first(errors)
 
 
@@ -93,16 +100,9 @@ def _raise_first(errors: list[BaseException]) -> None:
 
 def _collect_all(futures: list[Future[object]], errors: list[BaseException], checkpoint: Checkpoint) -> None:
     """Cancel the parts that have not begun and wait for the others to end."""
-    while True:
-        try:
-            for future in futures:
-                if not future.cancel():
-                    _collect(future, errors, checkpoint)
-        except KeyboardInterrupt as interrupt:
-            checkpoint.stop()
-            errors.insert(0, interrupt)
-        else:
-            return
+    for future in futures:
+        if not future.cancel():
+            _collect(future, errors, checkpoint)
 
 
 def _collect(future: Future[object], errors: list[BaseException], checkpoint: Checkpoint) -> None:

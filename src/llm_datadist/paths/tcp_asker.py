@@ -231,7 +231,7 @@ class AskerPool:
         """Make running transfers fail soon."""
         with self._lock:
             self._closed = True
-            for asker in self.used.values():
+            for asker in list(self.used.values()):  # a copy: tickets are taken out without the lock
                 if asker is not None:
                     asker.shut_down()
             self._changed.notify_all()

@@ -116,7 +116,8 @@ class Stream:
         except OSError as error:
             raise translate(error, "before the first byte") from error
         if done < len(data):
-            self._pump(iovec.Cursor(iovec_of(data[done:])), deadline, socket.SO_SNDTIMEO)
+            rest = memoryview(data)[done:]  # not a copy of the bytes, which nobody would keep
+            self._pump(iovec.Cursor(iovec_of(rest)), deadline, socket.SO_SNDTIMEO)
 
     def send(self, memory: U64, deadline: Deadline) -> None:
         """Send everything that the iovec array names, which is used up.

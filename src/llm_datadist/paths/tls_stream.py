@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist.memory import iovec
-from llm_datadist.memory.move import MemoryFaultError, copy
+from llm_datadist.memory.move import MemoryFaultError, copy, copy_one
 from llm_datadist.memory.syscalls import MAX_IOVECS
 from llm_datadist.net.security import TlsError
 from llm_datadist.paths.base import ConnectionLostError, PathFaultError
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 _CHUNK: Final = 256 << 10
 """Encrypted and sent at once: fits into the processor's cache."""
+_RECORD: Final = 17 << 10
+"""Bytes of the longest record and more: what TLS may hold back of what has come, because it is not complete."""
+_LONG: Final = 64 << 10
+"""A range of this length goes through the buffer by itself."""
 _NOTHING: Final = memoryview(b"")
 
 
@@ -39,8 +43,7 @@ class TlsStream(Stream):
     def __init__(self, sock: socket.socket, tls: Tls) -> None:
         super().__init__(sock)
         self._tls = tls
-        self._sealed = memoryview(bytearray(_CHUNK))
-        self._clear = memoryview(bytearray(_CHUNK))
+        self._sealed, self._clear = (np.empty(_CHUNK, dtype=np.uint8).data for _ in range(2))
 
     @property
     def worn(self) -> bool:
@@ -57,19 +60,22 @@ class TlsStream(Stream):
 
     def send(self, memory: U64, deadline: Deadline) -> None:
         """See ``Stream.send``."""
-        for piece in _pieces(memory):
-            room = self._clear[: int(piece[:, 1].sum())]
+        for piece, size in _pieces(memory):
+            room = self._clear[:size]
             _copy(room, piece, into=False)
             self.send_bytes(room, deadline)
 
     def receive(self, memory: U64, deadline: Deadline, begin: memoryview = _NOTHING) -> None:
         """See ``Stream.receive``."""
-        for piece in _pieces(memory):
-            room = self._clear[: int(piece[:, 1].sum())]
-            done = min(len(begin), len(room))
+        for piece, size in _pieces(memory):
+            room = self._clear[:size]
+            done = min(len(begin), size)
             room[:done], begin = begin[:done], begin[done:]
-            while done < len(room):
-                done += self.receive_into(room[done:], deadline)
+            while done < size:
+                got = self._decrypted(room[done:])
+                if not got:
+                    self._await(size - done - _RECORD, deadline)
+                done += got
             _copy(room, piece, into=True)
 
     def send_few(self, words: Sequence[int], total: int, deadline: Deadline) -> None:
@@ -82,10 +88,18 @@ class TlsStream(Stream):
         del total
         self.receive(np.array(words, dtype=np.uint64).reshape(-1, 2), deadline)
 
+    def _await(self, least: int, deadline: Deadline) -> None:
+        """Receive at least so many bytes of ciphertext, which must be on their way, with few system calls."""
+        if least <= 0:
+            self._tls.feed(self._sealed[: super().receive_into(self._sealed, deadline)])
+            return
+        super().receive(iovec_of(self._sealed[:least]), deadline)
+        self._tls.feed(self._sealed[:least])
+
     def receive_into(self, room: memoryview, deadline: Deadline) -> int:
         """See ``Stream.receive_into``."""
         while not (done := self._decrypted(room)):
-            self._tls.feed(self._sealed[: super().receive_into(self._sealed, deadline)])
+            self._await(0, deadline)
         return done
 
     def spin_into(self, room: memoryview) -> int:
@@ -113,28 +127,34 @@ def _lost(error: TlsError) -> ConnectionLostError:
     return ConnectionLostError(f"data connection lost, TLS: {error}")
 
 
-def _pieces(memory: U64) -> Iterator[U64]:
-    """Parts of an iovec array, in order, that fill the buffer."""
-    cursor = iovec.Cursor(memory)
-    while cursor.left:
-        rest = memory[cursor.index : cursor.index + MAX_IOVECS]
-        ends = np.cumsum(rest[:, 1].astype(np.int64))
-        count = int(np.searchsorted(ends, _CHUNK)) + 1
-        piece = rest[:count].copy()
-        size = int(ends[min(count, len(ends)) - 1])
-        if size > _CHUNK:
-            piece[-1, 1] -= np.uint64(size - _CHUNK)
-            size = _CHUNK
-        yield piece
-        cursor.advance(size)
+def _pieces(memory: U64) -> Iterator[tuple[U64, int]]:
+    """Parts of an iovec array, in order, that fit into the buffer, and their sizes."""
+    at = 0
+    while at < len(memory):
+        address, length = memory[at].tolist()
+        if length >= _LONG:
+            for offset in range(0, length, _CHUNK):
+                size = min(_CHUNK, length - offset)
+                yield np.array([[address + offset, size]], dtype=np.uint64), size
+            at += 1
+            continue
+        ends = np.cumsum(memory[at : at + MAX_IOVECS, 1].astype(np.int64))
+        count = int(np.searchsorted(ends, _CHUNK, side="right"))
+        if size := int(ends[count - 1]):
+            yield memory[at : at + count], size
+        at += count
 
 
 def _copy(room: memoryview, memory: U64, *, into: bool) -> None:
     """Between the buffer and the ranges of an iovec array of the same size."""
-    lengths = memory[:, 1].astype(np.int64)
-    buffer = iovec.Side(iovec_of(room)[:, 0], np.cumsum(lengths) - lengths)
-    ranges = iovec.Side(np.zeros(1, dtype=np.uint64), memory[:, 0].view(np.int64))
+    buffer = iovec_of(room)
     try:
-        copy(*(ranges, buffer) if into else (buffer, ranges), lengths)
+        if len(memory) == 1:
+            copy_one(*(memory, buffer) if into else (buffer, memory))
+            return
+        lengths = memory[:, 1].astype(np.int64)
+        packed = iovec.Side(buffer[:, 0], np.cumsum(lengths) - lengths)
+        ranges = iovec.Side(np.zeros(1, dtype=np.uint64), memory[:, 0].view(np.int64))
+        copy(*(ranges, packed) if into else (packed, ranges), lengths)
     except MemoryFaultError as error:
         raise PathFaultError(str(error)) from error

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -42,6 +43,7 @@ POISON: Final = 0xEE
 TOKEN: Final = secrets.token_bytes(8)
 """First half of the secret of each link; a child gets that of its parent."""
 WAIT_S: Final = 30.0
+_ANSWER_S: Final = 2 * WAIT_S
 _ROOM: Final = 1 << 30
 _ALIGN: Final = 4096
 _THREADS: Final = 16
@@ -219,6 +221,8 @@ class OwnerProcess:
     def __init__(self) -> None:
         """Start it.
 
+        Calls of its methods raise EOFError when it has ended, TimeoutError when it does not answer.
+
         Raises:
             OSError: the system does not allow it.
         """
@@ -235,6 +239,9 @@ class OwnerProcess:
             with contextlib.suppress(BrokenPipeError):
                 ask.write(msgspec.json.encode(_Call(method, list(args))) + b"\n")
                 ask.flush()
+            if not _readable(answers):
+                message = f"the owner's process does not answer {method} within {_ANSWER_S} s"
+                raise TimeoutError(message)
             line = answers.readline()
         if not line:
             message = f"the owner's process has ended with {self._child.wait()} during {method}"
@@ -294,6 +301,12 @@ class OwnerProcess:
             self._child.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             self.stop()
+
+
+def _readable(pipe: IO[bytes]) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(_ANSWER_S * 1000))
 
 
 def _pipes(child: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:

@@ -73,7 +73,10 @@ class TcpProxy:
         self._threads: set[threading.Thread] = set()
         self._rate: float | None = None
         self._closed = False
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        _keep_little(self._listener)  # those that it accepts inherit that
+        self._listener.bind((host, 0))
+        self._listener.listen()
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._run(self._accept)
 
@@ -164,9 +167,13 @@ class TcpProxy:
 
     def _carry(self, near: socket.socket) -> None:
         """One connection from its begin to its end."""
+        far = socket.socket(socket.AF_INET6 if ":" in self._target[0] else socket.AF_INET)
+        _keep_little(far)
         try:
-            far = socket.create_connection(self._target, timeout=_END_S)
+            far.settimeout(_END_S)
+            far.connect(self._target)
         except OSError:
+            far.close()
             _reset(near)
             return
         far.settimeout(None)
@@ -352,6 +359,12 @@ def _kind_of(begin: bytes) -> Carries:
     if begin[: len(_MAGIC)] != _MAGIC:
         return Carries.OTHER
     return {kind.value: kind for kind in Carries}.get(begin[len(_MAGIC) : len(_MAGIC) + 1], Carries.OTHER)
+
+
+def _keep_little(sock: socket.socket) -> None:
+    """Let little be under way, so that a fault hits the two ends where it says."""
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _CHUNK)
 
 
 def _reset(sock: socket.socket) -> None:

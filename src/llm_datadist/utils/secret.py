@@ -54,6 +54,9 @@ class Secret:
     def __repr__(self) -> str:
         return "Secret(hidden)"
 
+    def __deepcopy__(self, memo: object) -> Secret:
+        return self
+
     def __reduce__(self) -> NoReturn:
         message = "a Secret is not pickled"
         raise TypeError(message)

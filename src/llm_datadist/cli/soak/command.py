@@ -28,8 +28,8 @@ _SAY_S: Final = 10.0
 _MIN_ROUNDS: Final = 8
 """Fewer say nothing about what piles up."""
 _SPARE_DESCRIPTORS: Final = 2
-_SPARE_THREADS: Final = 8
-"""Worker threads start when they are first needed, up to a bound."""
+_SPARE_THREADS: Final = 16
+"""Worker threads start when they are first needed, up to a bound; a leak is some a round."""
 _SPARE_BYTES: Final = 16 << 20
 _MIB: Final = 1 << 20
 
@@ -56,7 +56,7 @@ def trends(usages: Sequence[Usage]) -> list[Trend]:
     counters = (
         ("descriptors", "descriptors", 1, _SPARE_DESCRIPTORS),
         ("threads", "threads", 1, _SPARE_THREADS),
-        ("resident MiB", "resident_bytes", _MIB, _SPARE_BYTES / _MIB),
+        ("private MiB", "private_bytes", _MIB, _SPARE_BYTES / _MIB),
     )
     return [
         Trend(name, _median(early, field) / unit, _median(late, field) / unit, spare)
@@ -115,7 +115,7 @@ def _progress(tally: Tally, passed: float, seconds: float) -> str:
     return (
         f"{passed:.0f} of {seconds:.0f} s: {tally.rounds} rounds, {sum(tally.verified.values())} transfers verified, "
         f"{tally.compared / 1e9:.1f} GB compared, {tally.events[Event.KILL]} kills; descriptors {usage.descriptors}, "
-        f"threads {usage.threads}, {usage.resident_bytes / _MIB:.0f} MiB"
+        f"threads {usage.threads}, {usage.private_bytes / _MIB:.0f} MiB"
     )
 
 

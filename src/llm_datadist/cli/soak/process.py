@@ -40,7 +40,8 @@ class Usage:
 
     descriptors: int
     threads: int
-    resident_bytes: int
+    private_bytes: int
+    """Resident memory without what is shared: pools are filled little by little, here and as peers map them."""
 
 
 class SoakProcess:
@@ -130,7 +131,7 @@ class SoakProcess:
         return Usage(
             descriptors=len(os.listdir(f"/proc/{self.pid}/fd")),  # noqa: PTH208 - names are not needed
             threads=int(status["Threads"]),
-            resident_bytes=int(status["VmRSS"].split()[0]) << 10,
+            private_bytes=int(status["RssAnon"].split()[0]) << 10,
         )
 
 

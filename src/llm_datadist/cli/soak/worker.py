@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -34,11 +35,15 @@ if TYPE_CHECKING:
     from llm_datadist.cli.soak.plan import Place
 
 _THREADS: Final = 16
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+_LARGE_BYTES: Final = 256 << 10
 
 
 def serve(parent: Connection) -> None:
     """Carry out orders."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    _give_memory_back()
     threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.CRITICAL)  # what goes wrong on purpose is no news; what should not is told by the parent
@@ -55,6 +60,14 @@ def serve(parent: Connection) -> None:
         while (numbered := parent.recv()) is not None:
             pool.submit(carry_out, numbered)
     crew.close()
+
+
+def _give_memory_back() -> None:
+    """Let large arrays that verification needs for a moment go back to the system at once: what stays is a leak."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _end_with_parent() -> None:

@@ -123,7 +123,8 @@ def fetch(name: str, token: bytes, deadline: Deadline) -> Parcel:
         if user not in _trusted():
             message = f"the peer runs as user {user}, this process as {os.geteuid()}"
             raise ProtocolError(message)
-        sock.send(token, socket.MSG_NOSIGNAL)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused already, as is seen below
+            sock.send(token, socket.MSG_NOSIGNAL)
         return Parcel(sock, _receive(sock))
     except BaseException:
         sock.close()
@@ -132,7 +133,10 @@ def fetch(name: str, token: bytes, deadline: Deadline) -> Parcel:
 
 def _receive(sock: socket.socket) -> list[Area]:
     room = socket.CMSG_SPACE(MAX_AREAS * array.array("i").itemsize)
-    packet, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    try:
+        packet, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        packet, ancillary, flags = b"", [], 0
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

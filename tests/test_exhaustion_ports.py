@@ -94,7 +94,7 @@ def test_address_of_another_host(peers: Peers) -> None:
     )
 
 
-@pytest.mark.parametrize("where", ["127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:abc", "127.0.0.1:", "127.0.0.1:8_0"])
+@pytest.mark.parametrize("where", ["127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:abc", "127.0.0.1:"])
 def test_no_port(where: str) -> None:
     """Refused before anything is opened, with the value."""
     config = LLMConfig()

@@ -79,8 +79,8 @@ class Wire:
             end.ip("address", "add", f"{four}/24", "dev", interface)
             end.ip("-6", "address", "add", f"{six}/64", "dev", interface, "nodad")
             end.ip("link", "set", interface, "up")
-        host.ip("route", "replace", "10.77.0.0/16", "via", gateway)
-        host.ip("-6", "route", "replace", "fd77::/16", "via", gateway6)
+        host.ip("route", "add", "10.77.0.0/16", "via", gateway, "metric", str(number))
+        host.ip("-6", "route", "add", "fd77::/16", "via", gateway6, "metric", str(number))
 
     def shape(self, rate: str, *, burst: str = "64kb") -> None:
         """Let no more than ``rate`` through in either direction, with a queue of up to a second."""

@@ -54,7 +54,8 @@ class Comm:
         self.reason = ""
         self.ended = threading.Event()
         """Set when the status is final, or when nobody is interested any more."""
-        self.rendezvous: Address | None = None
+        self.rendezvous: list[Address] = []
+        """Where this side listens for it."""
 
     def fail(self, reason: str) -> None:
         """It will not come up."""
@@ -131,16 +132,15 @@ class Comms:
     def _meet(self, comm: Comm, other: int, where: list[Address]) -> None:
         """Connect to one member, again and again until it is there."""
         pause = _PAUSE_S
-        reason = "no answer"
+        comm.reason = f"cluster {other} at {', '.join(map(text, where))}: no answer"
         while not comm.ended.is_set() and other not in comm.members:
             try:
                 self.joined(comm.name, self._reach(comm, other, where))
                 return
             except LinkError as error:
-                reason = f"cluster {other} at {', '.join(map(text, where))}: {error}"
-                comm.reason = reason
+                comm.reason = f"cluster {other} at {', '.join(map(text, where))}: {error}"
                 if error.code in _FATAL:
-                    comm.fail(reason)
+                    comm.fail(comm.reason)
                     return
             comm.ended.wait(pause)
             pause = min(_MAX_PAUSE_S, pause * 1.5)
@@ -149,16 +149,17 @@ class Comms:
         link = self._core.table.get(other)
         if link is not None:
             return self._join(comm, link)
-        error = LinkError(LLMStatusCode.LLM_LINK_FAILED, "no address")
+        code, reasons = LLMStatusCode.LLM_LINK_FAILED, []
         for address in where:
             try:
                 link = self._dial(address, other, comm.deadline.at_most(_DIAL_S), comm.name)
-            except LinkError as one:
-                error = one
+            except LinkError as error:
+                code = error.code
+                reasons.append(str(error))
                 continue
             link.made_for_comm = True
             return link
-        raise error
+        raise LinkError(code, "; ".join(reasons) or "no address")
 
     def _join(self, comm: Comm, link: Link) -> Link:
         try:
@@ -239,9 +240,9 @@ class Comms:
 
     def _forget(self, comm: Comm) -> None:
         with self._lock:
-            self._comms.pop(comm.comm_id, None)
+            known = self._comms.pop(comm.comm_id, None)
         comm.ended.set()
-        if comm.rendezvous is not None:
+        if known is not None:  # else another thread is just doing it
             self._listeners.close(comm.rendezvous)
 
     def close(self) -> None:

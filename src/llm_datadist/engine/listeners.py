@@ -56,39 +56,45 @@ class Listeners:
         if old is not None:
             old.close()
 
-    def open(self, candidates: Sequence[Address]) -> Address | None:
-        """Listen at the first candidate that is an address of this host; None if the primary listener is there already.
+    def open(self, candidates: Sequence[Address]) -> list[Address]:
+        """Listen at every candidate that is an address of this host: which one a peer reaches is not known here.
+
+        Those to ``close`` are returned; the primary listener is not one of them.
 
         Raises:
-            OSError: none can be bound.
+            OSError: none can be bound, and there is no primary listener either.
         """
         failed = OSError(errno.EADDRNOTAVAIL, "no address")
+        opened: list[Address] = []
         with self._lock:
-            for address in candidates:
+            for address in dict.fromkeys(candidates):
                 if self._primary is not None and self._primary.address == address:
-                    return None
-                if address in self._rendezvous:
-                    listener, count = self._rendezvous[address]
-                    self._rendezvous[address] = (listener, count + 1)
-                    return address
+                    continue
                 try:
-                    self._rendezvous[address] = (self._make(address), 1)
+                    listener, count = self._rendezvous.get(address) or (self._make(address), 0)
                 except OSError as error:
                     failed = error
                 else:
-                    return address
-            if self._primary is not None:
-                return None
+                    self._rendezvous[address] = (listener, count + 1)
+                    opened.append(address)
+            if opened or self._primary is not None:
+                return opened
         raise failed
 
-    def close(self, address: Address) -> None:
+    def close(self, addresses: Sequence[Address]) -> None:
         """Undo one ``open``."""
+        unused: list[Listener] = []
         with self._lock:
-            listener, count = self._rendezvous.pop(address)
-            if count > 1:
-                self._rendezvous[address] = (listener, count - 1)
-                return
-        listener.close()
+            for address in addresses:
+                if address not in self._rendezvous:  # closed with all others
+                    continue
+                listener, count = self._rendezvous.pop(address)
+                if count > 1:
+                    self._rendezvous[address] = (listener, count - 1)
+                else:
+                    unused.append(listener)
+        for listener in unused:
+            listener.close()
 
     def close_all(self) -> None:
         """Stop listening everywhere; idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import threading
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Final
 
@@ -171,8 +172,19 @@ class NetworkLinks(Links):
         return self._linker.link(peers, timeout_ms)
 
     def unlink_clusters(self, peers: Sequence[PeerAddress], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
-        """See ``Links.unlink_clusters``."""
-        return self._linker.unlink(peers, timeout_ms, force=force)
+        """See ``Links.unlink_clusters``.
+
+        With ``force`` the peer may never hear of it. So its requests are not waited for, but stopped: when this
+        returns, they touch nothing here any more.
+        """
+        links = [self._core.table.get(peer.cluster_id) for peer in peers] if force else []
+        statuses = self._linker.unlink(peers, timeout_ms, force=force)
+        for link in links:
+            if link is not None:
+                stopped = threading.Event()
+                self._core.data_server.give_up(link.token, None, stopped.set)
+                stopped.wait(_CLOSE_S)
+        return statuses
 
     def switch_role(self, address: Address | None) -> None:
         """See ``Links.switch_role``."""

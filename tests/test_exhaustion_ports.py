@@ -12,8 +12,8 @@ import pytest
 
 from confine_kit import become, in_turn
 from expect import expect
+from hosts_kit import enter, network
 from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
-from netns_kit import enter, network
 from peers import Peer, Peers
 from test_links import pull_one, with_caches
 

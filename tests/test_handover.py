@@ -322,7 +322,7 @@ def _context(table: RegionTable) -> Context:
     ("changes", "match"),
     [
         ({"identity": {"boot_id": "there"}, "handover": "x"}, "on another host"),
-        ({"identity": {"boot_id": ""}, "handover": "x"}, "on another host"),
+        ({"identity": {"boot_id": ""}, "handover": "x"}, "cannot tell on which host it is"),
         ({}, "has no memory pool"),
         ({"handover": "llm-datadist-nobody"}, "cannot be seen from here"),
         ({"handover": "x" * 128}, "cannot get the peer's shared memory: .*too long"),

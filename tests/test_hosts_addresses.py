@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from confine_kit import keep_log, logged
+from hosts_kit import Host, Network, network, process_in
 from llm_datadist import LLMStatusCode, RegisterMemStatus
-from netns_kit import Host, Network, network, process_in
 from peers import TIMEOUT_S, Peer, Peers
 from test_clients import link_by_table, unlink_comm
 from test_links import explain, pull_one, with_caches

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import test_matrix
+from hosts_kit import network, process_in
 from llm_datadist import LLMStatusCode
-from netns_kit import network, process_in
 from peers import Peers
 from test_links import explain
 from test_matrix import Pair, sides

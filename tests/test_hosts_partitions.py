@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from expect import expect
+from hosts_kit import Network, Wire, network, process_in
 from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
-from netns_kit import Network, Wire, network, process_in
 from peers import GUARD, TIMEOUT_S, Node, Peers
 from test_faults import counters, settled
 from test_links import pull_one, with_caches

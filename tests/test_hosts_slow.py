@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from expect import expect
+from hosts_kit import Network, network
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist.wire.framing import Kind, preamble
-from netns_kit import Network, network
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Peers
 from test_hosts_partitions import Hosts, filled, overwrite, shape_all, status_of_pull
 from test_links import pull_one, with_caches

@@ -188,6 +188,7 @@ def test_descriptors_at_a_link(peers: Peers, paths: str, starved: str) -> None:
             else:
                 assert status in {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_TIMEOUT}, said
                 assert names_descriptors(said) or spare > 0, said
+                assert "same user" not in said
             statuses.add(status)
         finally:
             poor.call(feed)

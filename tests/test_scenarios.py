@@ -246,10 +246,9 @@ def threads(node: Node) -> int:
     return threading.active_count()
 
 
-@paths
-def test_many_peers(peers: Peers, paths: str) -> None:
+def test_many_peers(peers: Peers) -> None:
     """One decode engine and 64 prefill engines, one after the other: the number of threads does not depend on them."""
-    properties: dict[str, Any] = {"paths": paths}
+    properties: dict[str, Any] = {"paths": "tcp"}
     client = peers.make(1000, listen=False, **properties)
     with_caches(client)
     processes = [peers.process() for _ in range(4)]

@@ -40,12 +40,16 @@ FAILED = LLMStatusCode.LLM_FAILED
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become others")
 
 
+def used_address_space() -> int:
+    """Bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
 def start_with(node: Node, limit: str, value: int, **properties: Any) -> Start:
     """In the child: under a limit; a negative value is so much more than is in use."""
     if value < 0:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        used = int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
-        value = used - value
+        value = used_address_space() - value
     return try_to_start(node, lambda: set_limit(limit, value), functools.partial(set_limit, limit, -1), **properties)
 
 
@@ -202,3 +206,33 @@ def link_without_mappings(node: Node, address: tuple[str, int], spare: int) -> t
     finally:
         free_mappings(node)
     return status, path, logged(node)
+
+
+def link_with_little_room(node: Node, address: tuple[str, int]) -> tuple[LLMStatusCode, str | None]:
+    """In the child: link with 64 MiB of address space left; status and path."""
+    set_limit("RLIMIT_AS", used_address_space() + (64 << 20))
+    try:
+        status = node.link(1, address)
+    finally:
+        set_limit("RLIMIT_AS", -1)
+    return status, node.path(1)
+
+
+def test_no_room_for_the_pools_of_a_peer(peers: Peers) -> None:
+    """256 MiB cannot be mapped: TCP does it, and one warning names the limit."""
+    pool = '{"memory_size": 268435456, "page_shift": 12}'
+    server = observed(peers, 1, peers.process(), paths="mapped,tcp", mem_pool_cfg=pool)
+    client = observed(peers, 2, peers.process(), paths="mapped,tcp", listen_ip_info=None)
+    server.call("use_pool")
+    with_caches(server, client)
+    before = steady(client)
+    assert client.call(link_with_little_room, server.address) == (OK, "tcp")
+    (warning,) = client.call(logged)
+    assert "mapped: cannot map the peer's shared memory: mmap of" in warning
+    assert "RLIMIT_AS) [raise it with ulimit -v" in warning
+    client.call(pull_one, 1)
+    assert client.call("unlink", 1, server.address) == OK
+    check_nothing_left(client, before)
+    assert client.link(server) == OK
+    assert client.call("path", 1) == "mapped"
+    client.call(pull_one, 1)

@@ -333,3 +333,32 @@ def test_mapped_between_users(peers: Peers, server: Any, client: Any, denied: st
             assert sum("is reached over tcp only: mapped: " in warning for warning in warnings) == 1
     if denied:
         assert denied in reason_against(reader, 1, "mapped")
+
+
+def try_to_truncate(node: Node) -> list[str]:
+    """In the child: cut the pool and the region table under those who have mapped them; what comes of it."""
+    outcomes = []
+    engine = node.datadist._engine
+    for area in (*engine._pools.areas, *engine._core.regions.areas):
+        for length in (0, area.length // 2):
+            try:
+                os.ftruncate(area.fd, length)
+            except OSError as error:
+                outcomes.append(errno.errorcode[error.errno or 0])
+    return outcomes
+
+
+def test_nobody_can_truncate_what_others_have_mapped(peers: Peers) -> None:
+    """Not even its owner; the reader goes on, and gets an error, no signal, when the owner is killed."""
+    properties = {"paths": "mapped", "mem_pool_cfg": POOL}
+    owner = observed(peers, 1, peers.process(plain), **properties)
+    reader = observed(peers, 2, peers.process(plain), listen_ip_info=None, **properties)
+    for peer in (owner, reader):
+        peer.call("use_pool")
+    with_caches(owner, reader)
+    assert reader.link(owner) == OK
+    assert owner.call(try_to_truncate) == ["EPERM"] * 6
+    transfer_all(reader, owner)
+    owner.process.kill()
+    for src, dst in ((SRC, DST), (MANY_SRC, MANY_DST)):
+        assert reader.call(attempt, "pull_blocks", 1, src, dst).status == LLMStatusCode.LLM_NOT_YET_LINK

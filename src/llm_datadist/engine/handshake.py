@@ -7,7 +7,6 @@ nothing is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -133,12 +132,14 @@ class Handshaker:
         self, link: Link, address: Address, count: int, deadline: Deadline
     ) -> list[tuple[int, socket.socket]]:
         """Data connections on which this side asks, opened by this side."""
-        with contextlib.ExitStack() as undo:
-            opened: list[tuple[int, socket.socket]] = []
-            for _ in range(count):
+        opened: list[tuple[int, socket.socket]] = []
+        try:
+            while len(opened) < count:
                 opened.append(self._open_one(link, address, deadline, serve=True))
-                undo.callback(opened[-1][1].close)
-            undo.pop_all()
+        except BaseException:
+            for _, sock in opened:
+                sock.close()
+            raise
         return opened
 
     def _open_one(self, link: Link, address: Address, deadline: Deadline, *, serve: bool) -> tuple[int, socket.socket]:

@@ -225,7 +225,7 @@ class AskerPool:
         """Make running transfers fail soon."""
         with self._lock:
             self._closed = True
-            for asker in self.used.values():
+            for asker in tuple(self.used.values()):  # who wakes up takes its ticket out meanwhile, without the lock
                 if asker is not None:
                     asker.shut_down()
             self._changed.notify_all()

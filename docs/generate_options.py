@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.configs import LlmConfig, _Option
+from llm_datadist.configs import LlmConfig
+from llm_datadist.configs.options import Option
 from llm_datadist.datadist import init_options
 from llm_datadist.engine import options as engine_options
 from llm_datadist.engine.options import EngineOptions
@@ -31,12 +32,12 @@ _CODE: Final = re.compile(
 _NO_VALUE: Final = "\N{EN DASH}"
 
 
-def properties() -> dict[str, _Option[object]]:
+def properties() -> dict[str, Option[object]]:
     """The options of :class:`LlmConfig` by name, as they are declared."""
-    return {name: option for name, option in vars(LlmConfig).items() if isinstance(option, _Option)}
+    return {name: option for name, option in vars(LlmConfig).items() if isinstance(option, Option)}
 
 
-def keys(option: _Option[object]) -> list[str]:
+def keys(option: Option[object]) -> list[str]:
     """The keys of the option dictionary that a property writes; none for ``ge_options``, which holds keys itself."""
     key = option._key  # noqa: SLF001 - the only place that knows
     if isinstance(key, str):

@@ -151,12 +151,12 @@ class Network:
         shutil.rmtree(self._files, ignore_errors=True)
 
 
-def process_in(peers: Peers, host: Host) -> Process:
-    """A child process in a host."""
-    return peers.process(functools.partial(enter, host.name, str(host.boot_id)))
+def process_in(peers: Peers, host: Host, *, permit: bool = True) -> Process:
+    """A child process in a host; unless told otherwise it permits links to other hosts without protection."""
+    return peers.process(functools.partial(enter, host.name, str(host.boot_id), permit=permit))
 
 
-def enter(namespace: str, boot_id: str) -> None:
+def enter(namespace: str, boot_id: str, *, permit: bool) -> None:
     """In a child, before it has threads: go to a host."""
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -169,7 +169,8 @@ def enter(namespace: str, boot_id: str) -> None:
     check(libc.unshare(_NEW_MOUNTS), "unshare")
     check(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
     check(libc.mount(boot_id.encode(), _BOOT_ID, None, _MS_BIND, None), "mount")
-    os.environ["LLM_DATADIST_ALLOW_INSECURE_REMOTE"] = "1"
+    if permit:
+        os.environ["LLM_DATADIST_ALLOW_INSECURE_REMOTE"] = "1"
 
 
 def _sweep() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from channel_kit import End, watched_ends
 from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutError
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import framing, messages
@@ -23,52 +24,6 @@ if TYPE_CHECKING:
 PING = Ping(link_token=bytes(16))
 
 
-class End:
-    """One end of a connection, and what became of it."""
-
-    def __init__(self, sock: socket.socket, loop: Loop) -> None:
-        self.loop = loop
-        self.messages: list[tuple[Body, int]] = []
-        self.arrived = threading.Event()
-        self.reasons: list[str] = []
-        self.closed = threading.Event()
-        self.on_loop: set[bool] = set()
-        self.channel = Channel(sock, loop)
-        self.channel.on_message = self._message
-        self.channel.on_close = self._closed
-
-    def _message(self, channel: Channel, body: Body, request_id: int) -> None:
-        assert channel is self.channel
-        self.on_loop.add(self.loop.in_loop())
-        self.messages.append((body, request_id))
-        self.arrived.set()
-
-    def _closed(self, channel: Channel, reason: str) -> None:
-        assert channel is self.channel
-        self.on_loop.add(self.loop.in_loop())
-        self.reasons.append(reason)
-        self.closed.set()
-
-    def start(self) -> End:
-        self.channel.start()
-        return self
-
-    def reason(self) -> str:
-        """Why it was closed, exactly once."""
-        assert self.closed.wait(WAIT_S)
-        settle(self.loop)
-        assert len(self.reasons) == 1
-        return self.reasons[0]
-
-    def wait_for(self, count: int) -> list[tuple[Body, int]]:
-        """The first ``count`` messages."""
-        while len(self.messages) < count:
-            self.arrived.clear()
-            if len(self.messages) < count:
-                assert self.arrived.wait(WAIT_S)
-        return self.messages[:count]
-
-
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     with running_loop() as made:
@@ -77,12 +32,8 @@ def loop() -> Iterator[Loop]:
 
 @pytest.fixture
 def ends(loop: Loop) -> Iterator[tuple[End, End]]:
-    """Two ends of one connection, both watched; nothing is answered."""
-    pair = tuple(End(sock, loop).start() for sock in tcp_pair())
-    yield pair
-    for end in pair:
-        end.channel.close("end of the test")
-        end.reason()
+    with watched_ends(loop) as made:
+        yield made
 
 
 @pytest.fixture
@@ -428,81 +379,3 @@ def test_a_connection_that_comes_after_the_end_of_the_loop_is_closed() -> None:
         assert ended(theirs)
         with pytest.raises(ChannelClosedError, match="this engine has been finalized"):
             channel.request(Fetch(), soon())
-
-
-# ---------------------------------------------------------------- whose end the peer sees only later
-
-
-def watched_over(end: End) -> threading.Event:
-    """Set when ``on_over`` is called."""
-    seen = threading.Event()
-    end.channel.on_over = seen.set
-    return seen
-
-
-def test_a_held_channel_ends_for_the_peer_only_when_it_hangs_up(ends: tuple[End, End]) -> None:
-    """Here it is closed at once: nothing is sent any more, nobody waits for a reply."""
-    left, right = ends
-    over = watched_over(left)
-    left.channel.hold()
-    left.channel.close("done")
-    assert left.reason() == "done"
-    with pytest.raises(ChannelClosedError, match="done"):
-        left.channel.send(messages.Ok())
-    right.channel.send(messages.Ok())  # goes nowhere, and breaks nothing
-    settle(left.loop)
-    assert not right.channel.closed
-    assert not over.is_set()
-    left.channel.hang_up(wait=True)
-    assert right.reason() == "the peer closed the connection"
-    assert right.channel.over
-    assert over.wait(WAIT_S)
-    assert left.channel.over
-
-
-def test_a_peer_that_never_hangs_up_is_waited_for_until_it_is_given_up(ends: tuple[End, End]) -> None:
-    """It holds its side, too."""
-    left, right = ends
-    over = watched_over(left)
-    for end in ends:
-        end.channel.hold()
-    left.channel.close("done")
-    left.channel.hang_up(wait=True)
-    left.channel.hang_up(wait=True)
-    assert right.reason() == "the peer closed the connection"
-    assert not left.channel.wait_over(Deadline.after(0.05))
-    assert not over.is_set()
-    left.channel.abandon()
-    assert over.wait(WAIT_S)
-    right.channel.hang_up(wait=False)
-
-
-def test_who_does_not_wait_hangs_up_and_has_done(ends: tuple[End, End]) -> None:
-    left, right = ends
-    over = watched_over(left)
-    for end in ends:
-        end.channel.hold()
-    left.channel.close("done")
-    left.channel.hang_up(wait=False)
-    assert over.wait(WAIT_S)
-    assert right.reason()
-    right.channel.hang_up(wait=False)
-
-
-def test_a_channel_whose_loop_has_ended_still_hangs_up() -> None:
-    """The last transfer over a link may end after the engine has."""
-    ours, theirs = tcp_pair()
-    with running_loop() as loop:
-        channel = Channel(ours, loop)
-        channel.hold()
-        channel.start()
-        settle(loop)
-        channel.close("finalized")
-    assert loop.ended
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(1)
-    theirs.setblocking(True)
-    channel.hang_up(wait=True)
-    assert ended(theirs)
-    theirs.close()

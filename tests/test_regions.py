@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
@@ -419,11 +420,12 @@ def test_close_of_a_view_is_idempotent_and_nothing_is_live_in_it(table: RegionTa
 
 
 def test_a_view_outlives_the_descriptor_it_came_from(table: RegionTable, view: RegionView) -> None:
+    gc.collect()  # what other tests have left is not counted
     before = len(list(FDS.iterdir()))
     more = [RegionView.of_file(f"/proc/self/fd/{table.fd}") for _ in range(10)]
     for each in more:
         each.close()
-    assert len(list(FDS.iterdir())) == before
+    assert len(list(FDS.iterdir())) <= before
     assert view.alive
 
 

@@ -276,6 +276,22 @@ def test_a_connection_that_breaks_while_it_is_opened(replaced: bool) -> None:
                 sock.close()
 
 
+def test_transfers_may_leave_while_they_are_aborted() -> None:
+    """A thread that is woken up takes its ticket out at once: nobody else is left waiting for that."""
+    pool = AskerPool(3, lambda _count, _deadline: [])
+
+    class Leaving:
+        def __init__(self, ticket: int) -> None:
+            self.ticket = ticket
+
+        def shut_down(self) -> None:
+            del pool.used[self.ticket]
+
+    pool.used |= {ticket: Leaving(ticket) for ticket in range(3)}  # type: ignore[misc]
+    pool.abort()
+    assert pool.used == {}
+
+
 # Between processes, through the public API
 
 BLOCKS = 64

@@ -9,7 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulation.network import Network, Watched
+    from simulation.network import Network, Socket, Watched
 
 _WAITALL = int(socket.MSG_WAITALL)  # an enum is slow
 
@@ -95,7 +95,12 @@ class SocketCalls:
         return len(data)
 
     def receive_iovecs(self, fd: int, iovecs: int, count: int, flags: int) -> int:
-        sock, done = self._network.find(fd), 0
+        sock = self._network.find(fd)
+        with sock.one_call(socket.SO_RCVTIMEO):
+            return self._receive_all(sock, iovecs, count, flags)
+
+    def _receive_all(self, sock: Socket, iovecs: int, count: int, flags: int) -> int:
+        done = 0
         for address, size in _ranges(iovecs, count):
             at = 0
             while at < size:
@@ -112,7 +117,12 @@ class SocketCalls:
         return done
 
     def send_iovecs(self, fd: int, iovecs: int, count: int, flags: int) -> int:
-        sock, done = self._network.find(fd), 0
+        sock = self._network.find(fd)
+        with sock.one_call(socket.SO_SNDTIMEO):
+            return self._send_all(sock, iovecs, count, flags)
+
+    def _send_all(self, sock: Socket, iovecs: int, count: int, flags: int) -> int:
+        done = 0
         for address, size in _ranges(iovecs, count):
             at = 0
             while at < size:

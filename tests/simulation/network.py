@@ -8,6 +8,7 @@ connection breaks.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import itertools
 import os
@@ -17,7 +18,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from simulation.scheduler import Scheduler, Task
 
@@ -198,6 +199,7 @@ class Socket(Watched):
         self._eof = self._read_shut = self._write_shut = self._closed = False
         self._pipe: collections.deque[bytes | None] = collections.deque()
         self._users = 0
+        self._call_end: float | None = None
         self._due = 0.0
         """When the first of the bytes under way arrive."""
 
@@ -288,6 +290,8 @@ class Socket(Watched):
             return self.scheduler.now, BlockingIOError
         if self._timeout is not None:
             return self.scheduler.now + self._timeout, TimeoutError
+        if self._call_end is not None:
+            return self._call_end, BlockingIOError
         limit = self._limits.get(option)
         return (None if limit is None else self.scheduler.now + limit), BlockingIOError
 
@@ -314,6 +318,16 @@ class Socket(Watched):
 
     def _failed(self) -> OSError | None:
         return _error(self._error) if self._error is not None else None
+
+    @contextlib.contextmanager
+    def one_call(self, option: int) -> Iterator[None]:
+        """Let the time limit be that of all that is received or sent meanwhile."""
+        limit = self._limits.get(option)
+        self._call_end = None if limit is None else self.scheduler.now + limit
+        try:
+            yield
+        finally:
+            self._call_end = None
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         self._check()

@@ -12,7 +12,7 @@ from llm_datadist.utils import utils
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from llm_datadist.configs import Address
+    from llm_datadist.configs.addresses import Address
 
 _MAX_COMM_NAME = 128
 _MAX_RANKS = 4

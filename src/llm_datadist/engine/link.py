@@ -206,6 +206,8 @@ class Link(PeerLink):
         self.made_for_comm = False
         """Whether it ends with the last rank-table link that uses it."""
         self.peer_said_bye = False
+        self.peer_is_idle = False
+        """Whether it has asked for an orderly end: none of its transfers over the link run any more."""
         self.stalled: str | None = None
         """See ``LinkReport.stalled``."""
         self.data_numbers = itertools.count(1)

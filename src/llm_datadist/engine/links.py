@@ -386,7 +386,7 @@ class LinkEnder:
 
     def give_up(self, link: Link, reason: str) -> None:
         """End it at once although the peer has not said that its transfers have ended. Does not block."""
-        if self._reached_by(link) and not link.channel.over:
+        if self._reached_by(link) and not link.channel.over and not link.peer_is_idle:
             who = f"cluster {link.cluster_id} (pid {link.peer.identity.pid})"
             log.error("%s has not confirmed that it copies no more: keep registered memory mapped until it ends", who)
         self.drop(link, reason)

@@ -165,6 +165,7 @@ class Session:
             return
         log.info("cluster %d ends the link: %s", link.cluster_id, body.reason)
         link.peer_said_bye = True
+        link.peer_is_idle = bool(request_id)
         link.advance(LinkState.CLOSING)
 
         def idle() -> None:

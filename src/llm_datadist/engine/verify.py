@@ -15,7 +15,7 @@ from llm_datadist.engine.service import refuse
 from llm_datadist.memory import digests, iovec
 from llm_datadist.memory.iovec import Side
 from llm_datadist.memory.move import MemoryFaultError
-from llm_datadist.memory.regions import RegionError, RegionView, UnknownRegionError
+from llm_datadist.memory.regions import RegionError, UnknownRegionError
 from llm_datadist.net.channel import ReplyTimeoutError
 from llm_datadist.paths.base import PathFaultError, PathTimeoutError
 from llm_datadist.paths.parallel import Checkpoint, run
@@ -157,7 +157,7 @@ class DigestService:
 
     def __init__(self, regions: RegionTable, workers: Workers) -> None:
         self._regions = regions
-        self._view = RegionView(regions.rows)
+        self._view = regions.view
         self._workers = workers
         self._lock = threading.Lock()
         self._running: dict[bytes, int] = {}

@@ -89,6 +89,8 @@ class RegionTable:
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
         self._words = memoryview(self.rows.reshape(-1).data)
         """The same words as plain ints: for a few of them far quicker than an array."""
+        self.view = RegionView(self.rows)
+        """For everybody in this process: one of their own would keep the memory of a table that is closed."""
         self._serial = 0
         self._free: list[int] = []
         self._used = 0
@@ -219,6 +221,7 @@ class RegionTable:
             self.rows[1:, _ID] = 0
             self.rows = np.zeros((CAPACITY, 4), dtype=np.uint64)
             self._words = memoryview(self.rows.reshape(-1).data)
+            self.view.close()
             os.close(self._fd)
             self._fd = -1
             shared.release(self._probe)

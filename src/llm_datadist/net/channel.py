@@ -196,7 +196,9 @@ class Channel:
                 try:
                     data = self._tls.encrypt(data)
                 except TlsError as error:
-                    raise ChannelClosedError(str(error)) from error
+                    # The loop has read why, as a rule, and is about to close the connection with that reason.
+                    self._loop.call_soon(functools.partial(self.close, f"TLS: {error}"))
+                    data = b""
             if not self._outbox:
                 try:
                     data = data[self._sock.send(data, _SEND_FLAGS) :]

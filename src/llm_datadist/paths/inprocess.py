@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.memory.iovec import Side
 from llm_datadist.memory.move import MemoryFaultError, copy
-from llm_datadist.memory.regions import RegionView, StaleEpochError
+from llm_datadist.memory.regions import StaleEpochError
 from llm_datadist.paths.base import Path, PathFaultError, PathRejectedError, PeerGoneError, Transport
 from llm_datadist.paths.parallel import Checkpoint
 
@@ -61,7 +61,7 @@ class InProcessPath(Path):
         self._copy(spans, deadline, epoch, into_local=False)
 
     def _copy(self, spans: Spans, deadline: Deadline, epoch: int, *, into_local: bool) -> None:
-        view = RegionView(self._table.rows)
+        view = self._table.view
         if not view.alive:
             message = "the other engine in this process has been finalized"
             raise PeerGoneError(message)

@@ -61,7 +61,6 @@ class DataServer:
     def __init__(self, regions: RegionTable, loop: Loop, workers: Workers, recorder: Recorder) -> None:
         self._recorder = recorder
         self._regions = regions
-        self._view = RegionView(regions.rows)
         self._loop = loop
         self._workers = workers
         self._lock = threading.Lock()
@@ -110,13 +109,12 @@ class DataServer:
             self._close(served, countdown.one)
 
     def close(self) -> None:
-        """Close all connections and let the region table go; idempotent."""
+        """Close all connections; idempotent."""
         with self._lock:
             self._closed = True
             ending, self._served = list(self._served.values()), {}
         for served in ending:
             self._close(served)
-        self._view.close()
 
     def _close(self, served: _Served, then: Callable[[], object] = lambda: None) -> None:
         with self._lock:
@@ -208,7 +206,7 @@ class DataServer:
                 if request.epoch not in (0, self._regions.epoch):
                     message = f"planned with epoch {request.epoch}, now {self._regions.epoch}"
                     raise StaleEpochError(message)
-                spans.locate(self._view)
+                spans.locate(self._regions.view)
                 self._move(stream, inbox, request, spans, deadline)
         except StaleEpochError as error:
             return self._refuse(stream, inbox, request, Result.STALE, error, deadline)

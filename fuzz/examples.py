@@ -134,7 +134,7 @@ def frames() -> Iterator[bytes]:
 def exchanges() -> Iterator[bytes]:
     """Greetings, replies, requests with their tables."""
     for serve in (True, False):
-        yield data.Greeting(TOKEN, 3, serve).encode()
+        yield data.Greeting.make(b"", TOKEN, 3, serve=serve).encode()
     yield data.Reply(data.Result.OK).encode()
     yield data.Reply(data.Result.STALE, 4).encode() + b"late"
     for op in data.Op:

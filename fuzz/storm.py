@@ -34,6 +34,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.wire import data, messages
+from llm_datadist.wire.auth import NO_KEY, handover_request
 from llm_datadist.wire.framing import Kind, preamble
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class Storm:
         """A data connection: mostly of a link that is just being made."""
         token = self._welcomed[0] if self._welcomed and self._rng.random() < 0.9 else bytes(16)  # noqa: PLR2004
         serve = self._rng.random() < 0.9  # noqa: PLR2004
-        greeting = data.Greeting(token, self._rng.randrange(1 << 20), serve)
+        greeting = data.Greeting.make(NO_KEY, token, self._rng.randrange(1 << 20), serve=serve)
         with self._connect() as sock:
             sock.sendall(preamble(Kind.DATA) + greeting.encode())
             sent = 1
@@ -242,7 +243,8 @@ class Storm:
     def _show_token(self) -> int:
         if self._welcomed is None or self._welcomed[1] is None:
             return 0
-        token = self._rng.choice((self._welcomed[0], bytes(16), b"", bytes(17), bytes(5000)))
+        right = handover_request(NO_KEY, self._welcomed[0])
+        token = self._rng.choice((right, right[:-1], bytes(len(right)), b"", bytes(17), bytes(5000)))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_IO_S)
             sock.connect(b"\0" + self._welcomed[1].encode())

@@ -94,7 +94,8 @@ def test_host_that_does_not_answer(client: Peer) -> None:
     assert "the host does not answer" in str(error.hint)
 
 
-def test_no_way_to_the_host(client: Peer) -> None:
+def test_no_way_to_the_host(peers: Peers) -> None:
+    client = peers.make(2, allow_insecure_remote=True)
     error = failed(client, REFUSED, ("255.255.255.255", 26000))
     assert "cannot connect to 255.255.255.255:26000" in str(error)
     assert "there is no way to that host" in str(error.hint)

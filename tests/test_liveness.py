@@ -17,7 +17,7 @@ from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.liveness import Watch
 from llm_datadist.utils.process import OtherProcess, start_time
 from llm_datadist.wire.messages import Identity, Ping
-from net_helpers import logged
+from net_helpers import logged, until
 from peers import TIMEOUT_S, Node
 from test_faults import big_cache, go_on, settled, stop
 from test_links import explain, pull_one, with_caches
@@ -34,14 +34,6 @@ SOON = {"heartbeat_interval_ms": 100, "heartbeat_timeout_ms": 400}
 """Given up after half a second; for a peer that will surely not answer."""
 NEVER = {"heartbeat_interval_ms": 0}
 PATIENT = {"heartbeat_interval_ms": 100, "heartbeat_timeout_ms": 120_000}
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def why_not_linked(node: Node, cluster_id: int) -> str:

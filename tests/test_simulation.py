@@ -41,6 +41,13 @@ def test_no_schedule_violates_an_invariant() -> None:
         assert int(found[1]) > SCHEDULES // 20
 
 
+@pytest.mark.parametrize("seed", [962, 1664, 2345])
+def test_schedules_that_once_left_something_behind(seed: int) -> None:
+    """Two sides that finalize at once: what the peer had ended in good order was waited for, and never closed."""
+    done = simulate("--schedules", "1", "--seed", str(seed))
+    assert "1 schedules, 0 bad" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_seed_gives_the_same_schedule_again() -> None:
     first, again = (simulate("--schedules", "6", "--seed", "40", "--trace", hash_seed=seed) for seed in (1, 2))
     assert re.search(r"digest [0-9a-f]{16}", first.stdout)

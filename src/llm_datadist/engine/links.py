@@ -291,6 +291,7 @@ class LinkEnder:
         self._reached_by = reached_by
         self._lock = threading.Lock()
         self._fading: set[Link] = set()
+        self._closed = False
 
     def agree(self, link: Link, deadline: Deadline) -> None:
         """End it in good order: running transfers of both sides finish, the peer drops its half, then it is gone.
@@ -393,17 +394,20 @@ class LinkEnder:
 
     def close(self) -> None:
         """Wait for no peer any more; the engine ends."""
+        with self._lock:
+            self._closed = True
         for link in self.fading():
             self.give_up(link, "finalized")
             link.channel.abandon()
 
     def _await_peer(self, link: Link) -> bool:
         """Keep its connection until the peer closes it, if the peer may copy until then; whether that is so."""
-        if link.channel.over or not self._reached_by(link):
+        if link.channel.over or link.peer_is_idle or not self._reached_by(link):
             return False
         with self._lock:
-            self._fading.add(link)
-        return True
+            if not self._closed:
+                self._fading.add(link)
+            return not self._closed
 
     def leave(self, link: Link, reason: str) -> None:
         """The peer has ended it. Does not block. By force it does so even if a copy of its own is stuck."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 
 class Phase(enum.Enum):
@@ -22,8 +23,7 @@ class Phase(enum.Enum):
     """Settle with the peer: hold given back, digests compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """One phase of one transfer. Times are in nanoseconds since the epoch."""
 
     phase: Phase
@@ -36,8 +36,7 @@ class Step:
         return (self.end_ns - self.start_ns) / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """A pull or push of this process that has ended."""
 
     transfer_id: int
@@ -62,8 +61,7 @@ class Transfer:
         return (self.end_ns - self.start_ns) / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Struct, frozen=True):
     """A request of a peer that this process has answered over a data connection."""
 
     transfer_id: int

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from llm_datadist.observe.recorder import SUCCESS
 
 if TYPE_CHECKING:
-    from llm_datadist.observe.events import Served, Transfer
+    from collections.abc import Iterable, Iterator
+
+    from llm_datadist.observe.events import Phase, Served, Transfer
 
     Labels: TypeAlias = tuple[str, ...]
 
@@ -51,6 +53,11 @@ class Histogram:
         """Number of observations."""
         return sum(self.counts)
 
+    def plus(self, other: Histogram) -> Histogram:
+        """Both together."""
+        counts = tuple(map(int.__add__, self.counts, other.counts))
+        return Histogram(counts, self.total + other.total)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -78,86 +85,131 @@ class Family:
         return next((sample.value for sample in self.samples if sample.labels == wanted), None)
 
 
-class _Counters:
-    def __init__(self, name: str, text: str, *labels: str) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._values: dict[Labels, float] = {}
+class _Spread:
+    """A histogram that is being filled."""
 
-    def add(self, labels: Labels, amount: float = 1) -> None:
-        self._values[labels] = self._values.get(labels, 0) + amount
+    __slots__ = ("counts", "total")
 
-    def family(self) -> Family:
-        samples = tuple(Sample(labels, value) for labels, value in sorted(self._values.items()))
-        return Family(PREFIX + self._name, self._text, Kind.COUNTER, self._labels, samples)
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS_BOUNDS) + 1)
+        self.total = 0.0
+
+    def add(self, nanoseconds: int) -> None:
+        seconds = nanoseconds / 1e9
+        self.counts[bisect.bisect_left(SECONDS_BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def read(self) -> Histogram:
+        return Histogram(tuple(self.counts), self.total)
 
 
-class _Histograms:
-    def __init__(self, name: str, text: str, *labels: str) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._counts: dict[Labels, list[int]] = {}
-        self._totals: dict[Labels, float] = {}
+class _Way:
+    """All transfers with one operation, path and status."""
 
-    def observe(self, labels: Labels, value: float) -> None:
-        counts = self._counts.get(labels)
-        if counts is None:
-            counts = self._counts[labels] = [0] * (len(SECONDS_BOUNDS) + 1)
-            self._totals[labels] = 0.0
-        counts[bisect.bisect_left(SECONDS_BOUNDS, value)] += 1
-        self._totals[labels] += value
+    __slots__ = ("count", "num_bytes", "phases", "took")
 
-    def family(self) -> Family:
-        samples = tuple(
-            Sample(labels, Histogram(tuple(counts), self._totals[labels]))
-            for labels, counts in sorted(self._counts.items())
-        )
-        return Family(PREFIX + self._name, self._text, Kind.HISTOGRAM, self._labels, samples)
+    def __init__(self) -> None:
+        self.count = 0
+        self.num_bytes = 0
+        self.took = _Spread()
+        self.phases: dict[Phase, _Spread] = {}
 
 
 class Metrics:
-    """Counts everything that it is told. Thread-safe."""
+    """Counts everything that it is told. Thread-safe. What is added is arranged for the reader only when it reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._transfers = _Counters("transfers", "Transfers that have ended.", "operation", "path", "status")
-        self._bytes = _Counters("transferred_bytes", "Bytes of successful transfers.", "operation", "path")
-        self._seconds = _Histograms(
-            "transfer_duration_seconds", "Time of a transfer, from the call to its end.", "operation", "path"
-        )
-        self._phases = _Histograms(
-            "transfer_phase_duration_seconds", "Time that a transfer spent in a phase.", "operation", "phase"
-        )
-        self._served = _Counters("served_requests", "Requests of peers, by outcome.", "operation", "status")
-        self._served_bytes = _Counters("served_bytes", "Bytes of requests of peers that succeeded.", "operation")
-        self._served_seconds = _Histograms(
-            "served_request_duration_seconds", "Time to answer a request of a peer.", "operation"
-        )
+        self._ways: dict[tuple[str, str, str], _Way] = {}
+        self._served: dict[tuple[str, str], _Way] = {}
 
     def transfer(self, event: Transfer) -> None:
         """See ``Observer.transfer``."""
-        way = (event.operation, event.path)
+        key = (event.operation, event.path, event.status)
         with self._lock:
-            self._transfers.add((*way, event.status))
-            self._seconds.observe(way, event.seconds)
-            if event.status == SUCCESS:
-                self._bytes.add(way, event.num_bytes)
+            way = self._ways.get(key)
+            if way is None:
+                way = self._ways[key] = _Way()
+            way.count += 1
+            way.num_bytes += event.num_bytes
+            way.took.add(event.end_ns - event.start_ns)
             for step in event.steps:
-                self._phases.observe((event.operation, step.phase.value), step.seconds)
+                spread = way.phases.get(step.phase)
+                if spread is None:
+                    spread = way.phases[step.phase] = _Spread()
+                spread.add(step.end_ns - step.start_ns)
 
     def served(self, event: Served) -> None:
         """See ``Observer.served``."""
+        key = (event.operation, event.status)
         with self._lock:
-            self._served.add((event.operation, event.status))
-            self._served_seconds.observe((event.operation,), event.seconds)
-            if event.status == "ok":
-                self._served_bytes.add((event.operation,), event.num_bytes)
+            way = self._served.get(key)
+            if way is None:
+                way = self._served[key] = _Way()
+            way.count += 1
+            way.num_bytes += event.num_bytes
+            way.took.add(event.end_ns - event.start_ns)
 
     def families(self) -> tuple[Family, ...]:
         """What has been counted, as of one moment."""
         with self._lock:
-            return tuple(
-                each.family()
-                for each in (
-                    *(self._transfers, self._bytes, self._seconds, self._phases),
-                    *(self._served, self._served_bytes, self._served_seconds),
-                )
-            )
+            return (*self._of_transfers(), *self._of_served())
+
+    def _of_transfers(self) -> Iterator[Family]:
+        ways = sorted(self._ways.items())
+        moved = [(key[:2], float(way.num_bytes)) for key, way in ways if key[2] == SUCCESS]
+        phases = [((key[0], phase.value), spread.read()) for key, way in ways for phase, spread in way.phases.items()]
+        yield _counter(
+            "transfers",
+            "Transfers that have ended.",
+            ("operation", "path", "status"),
+            [(key, float(way.count)) for key, way in ways],
+        )
+        yield _counter("transferred_bytes", "Bytes of successful transfers.", ("operation", "path"), moved)
+        yield _histogram(
+            "transfer_duration_seconds",
+            "Time of a transfer, from the call to its end.",
+            ("operation", "path"),
+            [(key[:2], way.took.read()) for key, way in ways],
+        )
+        yield _histogram(
+            "transfer_phase_duration_seconds",
+            "Time that a transfer spent in a phase.",
+            ("operation", "phase"),
+            phases,
+        )
+
+    def _of_served(self) -> Iterator[Family]:
+        ways = sorted(self._served.items())
+        yield _counter(
+            "served_requests",
+            "Requests of peers, by outcome.",
+            ("operation", "status"),
+            [(key, float(way.count)) for key, way in ways],
+        )
+        yield _counter(
+            "served_bytes",
+            "Bytes of requests of peers that succeeded.",
+            ("operation",),
+            [(key[:1], float(way.num_bytes)) for key, way in ways if key[1] == "ok"],
+        )
+        yield _histogram(
+            "served_request_duration_seconds",
+            "Time to answer a request of a peer.",
+            ("operation",),
+            [(key[:1], way.took.read()) for key, way in ways],
+        )
+
+
+def _counter(name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float]]) -> Family:
+    samples = tuple(Sample(key, value) for key, value in values)
+    return Family(PREFIX + name, text, Kind.COUNTER, labels, samples)
+
+
+def _histogram(name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, Histogram]]) -> Family:
+    added: dict[Labels, Histogram] = {}
+    for key, each in values:  # those with other statuses, or paths, go together
+        known = added.get(key)
+        added[key] = each if known is None else known.plus(each)
+    samples = tuple(Sample(key, value) for key, value in sorted(added.items()))
+    return Family(PREFIX + name, text, Kind.HISTOGRAM, labels, samples)

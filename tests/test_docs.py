@@ -59,6 +59,7 @@ _CACHE = """
     """
 PREPARATIONS = {
     "guide.md": _CACHE,
+    "observing.md": _CACHE,
     "errors.md": _CACHE + "    key, src, dst = BlocksCacheKey(2, 0), src_blocks, dst_blocks\n",
 }
 """What each snippet of a page takes for granted beyond that. On other pages they build on each other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from llm_datadist import LLMDataDist, LLMRole
 from llm_datadist.observe import (
     Family,
     Histogram,
@@ -35,10 +37,12 @@ from llm_datadist.observe.otel import OtelSpans
 from llm_datadist.observe.prometheus import Collector
 from llm_datadist.observe.trace_file import MAX_EVENTS, join
 from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
+from loopback_kit import loopback_config
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 MS = 10**6
 BOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "llm-datadist.json"
@@ -75,6 +79,19 @@ def served(start_ns: int = 10**18, **changes: object) -> Served:
 
 def family(metrics: Metrics, name: str) -> Family:
     return next(each for each in metrics.families() if each.name == f"llm_datadist_{name}")
+
+
+@contextlib.contextmanager
+def loopback_engine() -> Iterator[LLMDataDist]:
+    with loopback():
+        config = loopback_config(accessible=True)
+        config.metrics = True
+        datadist = LLMDataDist(LLMRole.MIX, 3)
+        datadist.init(config.generate_options())
+        try:
+            yield datadist
+        finally:
+            datadist.finalize()
 
 
 class Kept:
@@ -262,6 +279,21 @@ class TestPrometheus:
                 assert "le" not in sample.labels or metric.type == "histogram"
         names = [metric.name for metric in metrics]
         assert len(names) == len(set(names))
+
+
+def test_the_page_names_every_metric() -> None:
+    with loopback_engine() as datadist:
+        names = {each.name + "_total" * (each.kind is Kind.COUNTER) for each in datadist.metrics()}
+    page = (BOARD.parents[2] / "docs" / "observing.md").read_text(encoding="utf-8")
+    assert names == set(re.findall(r"`(llm_datadist_\w+)`", page))
+
+
+def test_the_board_asks_for_metrics_that_exist() -> None:
+    with loopback_engine() as datadist:
+        names = {each.name for each in datadist.metrics()}
+    asked = set(re.findall(r"llm_datadist_[a-z_]+", BOARD.read_text(encoding="utf-8")))
+    assert asked
+    assert {re.sub(r"_(total|bucket|sum|count)$", "", each) for each in asked} <= names
 
 
 class TestTraceFile:

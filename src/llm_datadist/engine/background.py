@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from llm_datadist.engine.core import Core
     from llm_datadist.engine.requests import PullRequest, PushRequest
     from llm_datadist.status import LLMException
+    from llm_datadist.utils.deadline import Deadline
 
 
-def begin(core: Core, request: PullRequest | PushRequest, transfer: Callable[[], None]) -> Future[None]:
-    """Run ``transfer`` on a worker. The local cache is held from now on until it has ended.
+def begin(
+    core: Core, request: PullRequest | PushRequest, deadline: Deadline, transfer: Callable[[], None]
+) -> Future[None]:
+    """Run ``transfer`` on a worker. The local cache is held from now on, as by the transfer, until it has ended.
 
     Raises:
         LLMException: LLM_FAILED: the engine has been closed, or the system gives no thread.
@@ -32,10 +35,10 @@ def begin(core: Core, request: PullRequest | PushRequest, transfer: Callable[[],
     )
     entry = core.catalogue.get(request.cache_id)
     if entry is not None:
-        outcome.add_done_callback(functools.partial(core.catalogue.let_go, entry))
+        outcome.add_done_callback(lambda _ended: core.catalogue.let_go(entry, deadline))
     try:
         if entry is not None:
-            core.catalogue.hold(entry, outcome)  # if that is too late, the transfer finds the words for it
+            core.catalogue.hold(entry, deadline)  # if that is too late, the transfer finds the words for it
         core.transfer_workers.submit(functools.partial(_run, transfer, outcome), place)
     except NoThreadError as error:
         place.cancel()

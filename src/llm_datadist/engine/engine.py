@@ -346,8 +346,8 @@ class Engine:
         """
         self._check_request(request)
         if isinstance(request, PullRequest):
-            return background.begin(self._core, request, functools.partial(self.pull, request, deadline))
-        return background.begin(self._core, request, functools.partial(self.push, request, deadline))
+            return background.begin(self._core, request, deadline, functools.partial(self.pull, request, deadline))
+        return background.begin(self._core, request, deadline, functools.partial(self.push, request, deadline))
 
     def send_notify(self, cluster_id: int, message: bytes, timeout_ms: int) -> None:
         """See ``notifications.deliver``."""

@@ -161,8 +161,11 @@ class Transfers:
         return entry
 
     def _hold(self, local: CacheEntry, request: Request, deadline: Deadline) -> None:
-        """Hold a cache for this call, whose deadline, an object that no other call has, is its ticket."""
-        if not self._core.catalogue.hold(local, deadline):
+        """Hold a cache for this call, whose deadline, an object that no other call has, is its ticket.
+
+        A call in the background holds it already, and may go on when the cache has been hidden meanwhile.
+        """
+        if deadline not in local.holders and not self._core.catalogue.hold(local, deadline):
             raise missing(request, f"there is no local cache {local.cache_id}")
 
     def _with_catalogue(self, call: _Call, key: Key, spans: Plan, *, pull: bool) -> None:

@@ -55,6 +55,7 @@ class Completion(Generic[T]):
     def __await__(self) -> Generator[object, None, T]:
         import asyncio  # noqa: PLC0415 - only who awaits pays for it
 
+        self._check_process()
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 

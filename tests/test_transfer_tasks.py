@@ -30,7 +30,7 @@ from manager_kit import ACCESSIBLE, BY_BLOCKS, BY_ID, manager
 from peers import GUARD, TIMEOUT_S, Node
 from test_concurrency_forks import in_child
 from test_exit import start
-from waiting_kit import WAYS, awaited
+from waiting_kit import WAYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,7 +122,7 @@ def hundred(node: Node, cluster_id: int) -> None:
     async def all_of_them() -> None:
         key, cache = BlocksCacheKey(cluster_id, 0), node.caches[TARGET]
         tasks = [node.manager.pull_blocks_async(key, cache, [at % BLOCKS], [at % BLOCKS]) for at in range(100)]
-        await asyncio.wait_for(asyncio.gather(*map(awaited, tasks)), TIMEOUT_S)
+        await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
 
     asyncio.run(all_of_them())
 
@@ -209,7 +209,7 @@ def test_a_coroutine_that_is_cancelled_leaves_the_transfer_alone(pair: Pair) -> 
     task, fault = pair.stalled()
 
     async def give_up() -> None:
-        waiting = asyncio.ensure_future(awaited(task))
+        waiting = asyncio.ensure_future(task)
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -310,6 +310,22 @@ def test_finalize_ends_them_all(pair: Pair) -> None:
     assert not pair.has(0)
     assert not pair.has(1)
     expect(LLMStatusCode.LLM_PARAM_INVALID, lambda: manager.pull_blocks_async(BlocksCacheKey(1, 0), cache, [0], [0]))
+
+
+def test_no_thread_to_be_had(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call says so, and leaves nothing behind."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        error = expect(LLMStatusCode.LLM_FAILED, pair.begin, match="no thread could be started")
+    assert isinstance(error, LLMException)
+    assert error.retryable
+    pair.begin().result(TIMEOUT_S)
+    pair.asker.unregister("dst")
 
 
 def test_the_end_of_the_link_ends_them(pair: Pair) -> None:

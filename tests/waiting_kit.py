@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from llm_datadist import CacheTask, TransferTask
 
 
-async def awaited(task: TransferTask | CacheTask) -> Any:
-    return await task
-
-
 def by_await(task: TransferTask | CacheTask) -> Any:
     async def wait() -> Any:
-        return await asyncio.wait_for(awaited(task), TIMEOUT_S)
+        return await asyncio.wait_for(task, TIMEOUT_S)
 
     return asyncio.run(wait())
 

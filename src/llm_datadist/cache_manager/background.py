@@ -26,7 +26,8 @@ class TransferTask(Completion[None]):
 
     ``result`` and ``await`` return None when all is in place, and raise what the blocking call would have raised. The
     transfer ends by ``LLMConfig.sync_kv_timeout``, counted from the call, whether anybody waits for it or not;
-    ``LLMDataDist.finalize`` ends it, too. In a forked child its methods raise LLM_FAILED.
+    ``LLMDataDist.finalize`` ends it, too. A TimeoutError of ``result(timeout_s)`` that is no LLMException says that it
+    goes on; one that is (LLM_TIMEOUT) is how it has ended. In a forked child its methods raise LLM_FAILED.
     """
 
     def __init__(self, future: Future[None]) -> None:

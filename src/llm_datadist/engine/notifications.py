@@ -129,7 +129,8 @@ def confirm(link: PeerLink, message: bytes, request: Request, deadline: Deadline
 
 
 def _deliver(link: PeerLink, message: bytes, operation: str, deadline: Deadline, phase: str, before: str) -> None:
-    code, retryable, hint = LLMStatusCode.LLM_NOT_YET_LINK, True, RELINK_HINT
+    code, retryable = LLMStatusCode.LLM_NOT_YET_LINK, True
+    hint: str | None = RELINK_HINT
     cause: Exception | None = None
     try:
         reply = link.request(messages.Notify(message=message), deadline)
@@ -146,8 +147,8 @@ def _deliver(link: PeerLink, message: bytes, operation: str, deadline: Deadline,
             return
         code = code_2_status(reply.code) if isinstance(reply, messages.Refuse) else LLMStatusCode.LLM_FAILED
         reason = reply.reason if isinstance(reply, messages.Refuse) else f"it answered with {type(reply).__name__}"
-        why, hint = f"has refused the notification: {reason}", "send it again when the peer has called get_notifies"
-        retryable = code is LLMStatusCode.LLM_LINK_BUSY
+        why, retryable = f"has refused the notification: {reason}", code is LLMStatusCode.LLM_LINK_BUSY
+        hint = "send it again when the peer has called get_notifies" if retryable else None
     context = f"{before}cluster {link.cluster_id} {why}"
     raise failure(
         code, operation, context, peer=link.cluster_id, phase=phase, retryable=retryable, hint=hint

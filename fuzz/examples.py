@@ -106,6 +106,7 @@ def bodies() -> list[messages.Body]:
         messages.Join(comm="group"),
         messages.OpenData(count=2),
         messages.Fence(connections=[1, 2]),
+        messages.Notify(message=b"42 done"),
         messages.Bye(reason="unlinked"),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 from llm_datadist import LLMStatusCode
@@ -47,6 +48,17 @@ class FakeEngine:
     def requests(self, method: str) -> list[Any]:
         """The first argument of each call of a method."""
         return [args[0] for name, args in self.calls if name == method]
+
+    def begin(self, request: Any, deadline: Deadline) -> Future[None]:
+        """Ends at once, as ``failures`` says."""
+        ended: Future[None] = Future()
+        try:
+            self._record("begin", request, deadline)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+        return ended
 
     def close(self) -> None:
         self.closed += 1

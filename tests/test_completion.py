@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llm_datadist.utils.completion import Completion
+from test_concurrency_forks import in_child
 
 WAIT_S = 20
 
@@ -123,3 +124,20 @@ def test_the_descriptor_goes_with_the_object(future: Future[int], close: bool) -
         del completion
     assert open_descriptors() == before
     future.set_result(1)  # its end finds no descriptor any more, or one that belongs to somebody else
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12
+def test_a_forked_child_is_told(future: Future[int]) -> None:
+    """Also of what has ended already: the locks of the parent cannot be trusted there."""
+    future.set_result(7)
+    completion = Completion(future, KeyError)
+    calls = (completion.done, completion.result, completion.fileno, completion.__await__().__next__)
+
+    def told() -> str:
+        for call in calls:
+            with pytest.raises(KeyError, match="not in its forked child"):
+                call()
+        return "told"
+
+    assert in_child(told) == "told"
+    assert completion.result(WAIT_S) == 7

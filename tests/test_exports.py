@@ -36,6 +36,8 @@ NAMES = [
     "TransferWithCacheKeyConfig",
     "Memtype",
     "MemInfo",
+    "Notification",
+    "TransferTask",
 ]
 
 PATHS = {
@@ -90,7 +92,7 @@ def test_both_paths_give_the_same_objects() -> None:
 def test_v2_list_and_all() -> None:
     assert isinstance(llm_datadist.v2_list, list)
     assert sorted(llm_datadist.v2_list) == sorted(NAMES) == sorted(llm_datadist.__all__)
-    assert len(set(llm_datadist.v2_list)) == 23
+    assert len(set(llm_datadist.v2_list)) == 25
     for name in llm_datadist.v2_list:
         assert isinstance(getattr(llm_datadist, name), type)
         assert getattr(llm_datadist, name).__doc__

@@ -102,6 +102,7 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     messages.Fence: st.builds(messages.Fence, connections=st.lists(u64, max_size=64)),
     messages.Digest: st.builds(messages.Digest, spans=st.binary(max_size=64)),
     messages.Digested: st.builds(messages.Digested, value=u64),
+    messages.Notify: st.builds(messages.Notify, message=st.binary(max_size=64)),
     messages.Bye: st.builds(messages.Bye, reason=text),
 }
 envelopes = st.builds(messages.Envelope, body=st.one_of(*BODIES.values()), id=u64, reply_to=u64)
@@ -165,6 +166,7 @@ def example(kind: type) -> dict[str, Any]:
         messages.Confirm: {"path": "tcp"},
         messages.Digest: {"spans": b""},
         messages.Digested: {"value": 1},
+        messages.Notify: {"message": bytes(messages.MAX_NOTIFICATION)},
         messages.Greet: {"nonce": bytes(32)},
         messages.Challenge: {"nonce": bytes(32)},
         messages.Sealed: {"payload": b"p", "proof": bytes(32)},
@@ -189,6 +191,7 @@ def tampered(kind: type, path: str, value: object) -> bytes:
         (messages.Greet, "nonce", bytes(31)),
         (messages.Digest, "spans", bytes((1 << 18) + 1)),
         (messages.Digested, "value", -1),
+        (messages.Notify, "message", bytes(messages.MAX_NOTIFICATION + 1)),
         (messages.Challenge, "nonce", bytes(33)),
         (messages.Sealed, "proof", bytes(31)),
         (messages.Sealed, "proof", bytes(33)),

@@ -29,9 +29,11 @@ from llm_datadist.cache import (
     Placement,
     RegisterMemStatus,
 )
+from llm_datadist.cache_manager import TransferTask
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
+from llm_datadist.engine.requests import Notification
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.status import LLMException, LLMStatusCode, Status
 
@@ -56,10 +58,12 @@ __all__ = [
     "LlmConfig",
     "MemInfo",
     "Memtype",
+    "Notification",
     "Placement",
     "RegisterMemStatus",
     "Status",
     "TransferConfig",
+    "TransferTask",
     "TransferWithCacheKeyConfig",
 ]
 

@@ -270,7 +270,8 @@ class LLMOutOfMemoryError(LLMException, MemoryError):
 class LLMLinkBusyError(LLMException):
     """`unregister_cache` and its kind: transfers still use the memory.
 
-    Or a peer on this host that was given up has not confirmed that it stopped.
+    Or a peer on this host that was given up has not confirmed that it stopped. Of a notification: the peer has too many
+    that nobody there has read.
     """
 
     default_code = LLMStatusCode.LLM_LINK_BUSY

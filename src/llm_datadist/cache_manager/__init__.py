@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llm_datadist.cache_manager.background import TransferTask
 from llm_datadist.cache_manager.manager import CacheManager
 
-__all__ = ["CacheManager"]
+__all__ = ["CacheManager", "TransferTask"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.cache.keys import (
@@ -13,7 +14,7 @@ from llm_datadist.cache.keys import (
     peer_of,
     source_key,
 )
-from llm_datadist.cache.types import Cache, Placement
+from llm_datadist.cache.types import Cache
 from llm_datadist.cache_manager.base import (
     ManagerBase,
     check_blocks,
@@ -22,14 +23,12 @@ from llm_datadist.cache_manager.base import (
     check_tensors_per_layer,
 )
 from llm_datadist.engine.requests import PullRequest, PushRequest
-from llm_datadist.layerwise.configs import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.layerwise.ranges import (
     NUM_TENSORS_PER_LAYER,
     check_equal_length,
     check_layer_range,
     optional_layer_range,
 )
-from llm_datadist.layerwise.task import OPERATION, BlockLists, CacheTask, LayerTransfer, plan_config
 from llm_datadist.status import raise_if_false, raise_if_true
 from llm_datadist.utils import utils
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from llm_datadist.cache.keys import AnyKey
-    from llm_datadist.layerwise.configs import AnyConfig
     from llm_datadist.utils.deadline import Deadline
 
     FewTransfer: TypeAlias = Callable[[int, int, int, list[int], list[int], Deadline], bool]
@@ -78,7 +76,9 @@ class Transfers(ManagerBase):
             batch_index: local batch entry.
             size: bytes of each tensor, from the start of both entries; -1 for a whole local entry.
             **kwargs: ``src_layer_range`` and ``dst_layer_range``, each a range with step 1; None or an empty range is
-                all layers. ``tensor_num_per_layer``, default 2; matters only with a range. Other names are ignored.
+                all layers. ``tensor_num_per_layer``, default 2; matters only with a range. ``notify``: bytes, at most
+                64 KiB, that the peer gets (``LLMDataDist.get_notifies``) once all is in place, and only then. Other
+                names are ignored.
 
         Raises:
             TypeError: wrong type of an argument.
@@ -86,8 +86,20 @@ class Transfers(ManagerBase):
             AttributeError: ``cache_key`` or ``cache`` is None.
             LLMException: LLM_PARAM_INVALID: a wrong kind of cache or key, size, range, or sizes that do not fit at one
                 of the ends; LLM_NOT_YET_LINK: no link to the peer; LLM_KV_CACHE_NOT_EXIST: no such cache at one of the
-                ends; LLM_TIMEOUT.
+                ends; LLM_TIMEOUT. With ``notify`` also what ``LLMDataDist.send_notify`` raises, with the phase
+                "confirm": the bytes are in place.
         """
+        request = self._pull_cache_request(cache_key, cache, batch_index, size, kwargs)
+        self._live("pull_cache").pull(request)
+
+    def _pull_cache_request(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int,
+        size: int,
+        kwargs: dict[str, Any],
+    ) -> PullRequest:
         kinds = (CacheKeyByIdAndIndex,) if self._accessible else (CacheKey, CacheKeyByIdAndIndex)
         utils.check_isinstance("cache_key", cache_key, kinds)
         utils.check_isinstance("cache", cache, Cache)
@@ -100,7 +112,7 @@ class Transfers(ManagerBase):
             self.check_cache_key(cache_key)
         utils.require("cache_key", cache_key, "a CacheKey or CacheKeyByIdAndIndex")
         src_layers, dst_layers = _pull_layers(kwargs)
-        request = PullRequest(
+        return PullRequest(
             operation="pull_cache",
             cluster_id=peer_of(cache_key),
             key=source_key(cache_key),
@@ -110,8 +122,8 @@ class Transfers(ManagerBase):
             src_layers=src_layers,
             dst_layers=dst_layers,
             tensors_per_layer=per_layer,
+            notify=_notification(kwargs.get("notify")),
         )
-        self._live("pull_cache").pull(request)
 
     def pull_blocks(
         self,
@@ -146,6 +158,17 @@ class Transfers(ManagerBase):
         deadline = engine.deadline()
         if not kwargs and self._few(engine.few.pull, src_cache_key, dst_cache, dst_blocks, src_blocks, deadline):
             return
+        request = self._pull_blocks_request(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
+        self._live("pull_blocks").pull(request, deadline)
+
+    def _pull_blocks_request(
+        self,
+        src_cache_key: AnyKey,
+        dst_cache: Cache,
+        src_blocks: Sequence[int] | None,
+        dst_blocks: Sequence[int],
+        kwargs: dict[str, Any],
+    ) -> PullRequest:
         utils.check_isinstance("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
         utils.check_isinstance("dst_cache", dst_cache, Cache)
         source_blocks = utils.int_list("src_blocks", src_blocks)
@@ -160,7 +183,7 @@ class Transfers(ManagerBase):
             self._check_no_blocks(src_cache_key, source_blocks)
         utils.require("src_cache_key", src_cache_key, "a key of the peer's cache")
         src_layers, dst_layers = _pull_layers(kwargs)
-        request = PullRequest(
+        return PullRequest(
             operation="pull_blocks",
             cluster_id=peer_of(src_cache_key),
             key=source_key(src_cache_key),
@@ -170,8 +193,8 @@ class Transfers(ManagerBase):
             src_layers=src_layers,
             dst_layers=dst_layers,
             tensors_per_layer=per_layer,
+            notify=_notification(kwargs.get("notify")),
         )
-        self._live("pull_blocks").pull(request, deadline)
 
     def push_cache(
         self,
@@ -182,6 +205,8 @@ class Transfers(ManagerBase):
         dst_layer_range: range | None = None,
         size: int = -1,
         tensor_num_per_layer: int = NUM_TENSORS_PER_LAYER,
+        *,
+        notify: bytes | None = None,
     ) -> None:
         """Copy a batch entry of a local contiguous cache into a batch entry of a peer's cache, in each tensor.
 
@@ -196,6 +221,7 @@ class Transfers(ManagerBase):
             dst_layer_range: the peer's layers, as many; None for as many as ``src_cache`` has.
             size: only -1, the whole entry.
             tensor_num_per_layer: tensors of one layer; must divide the number of tensors.
+            notify: as in :meth:`pull_cache`.
 
         Raises:
             TypeError: wrong type of an argument.
@@ -204,19 +230,32 @@ class Transfers(ManagerBase):
                 sizes that do not fit at one of the ends; LLM_NOT_YET_LINK: no link to the peer; LLM_KV_CACHE_NOT_EXIST:
                 no such cache at one of the ends; LLM_TIMEOUT.
         """
+        request = self._push_cache_request(
+            dst_cache_key, src_cache, src_batch_index, (src_layer_range, dst_layer_range), size, tensor_num_per_layer
+        )
+        self._push(request, notify, self._engine.deadline())
+
+    def _push_cache_request(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int,
+        ranges: tuple[range | None, range | None],
+        size: int,
+        tensor_num_per_layer: int,
+    ) -> PushRequest:
         self._check_push_allowed("push_cache")
         utils.check_isinstance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex, allow_none=False)
         utils.check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         utils.check_uint32("src_batch_index", src_batch_index)
         check_contiguous("src_cache", src_cache)
         check_tensors_per_layer(tensor_num_per_layer)
-        src_layers, dst_layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        src_layers, dst_layers = _push_layers(src_cache, *ranges, tensor_num_per_layer)
         utils.check_int64("size", size)
         raise_if_false(size == -1, "size of push_cache can only be -1 (the whole entry), but is {}", size)
         if not src_layers:
             self._check_no_layer("push_cache", src_cache)
-            return
-        request = PushRequest(
+        return PushRequest(
             operation="push_cache",
             cluster_id=peer_of(dst_cache_key),
             key=destination_key(dst_cache_key),
@@ -226,7 +265,6 @@ class Transfers(ManagerBase):
             tensors_per_layer=int(tensor_num_per_layer),
             batch_index=int(src_batch_index),
         )
-        self._live("push_cache").push(request)
 
     def push_blocks(
         self,
@@ -237,6 +275,8 @@ class Transfers(ManagerBase):
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = NUM_TENSORS_PER_LAYER,
+        *,
+        notify: bytes | None = None,
     ) -> None:
         """Copy blocks of a local cache into blocks of a peer's cache, in each tensor.
 
@@ -252,6 +292,7 @@ class Transfers(ManagerBase):
             src_layer_range: local layers, a range with step 1 that is not empty; None for all layers of ``src_cache``.
             dst_layer_range: the peer's layers, as many; None for as many as ``src_cache`` has.
             tensor_num_per_layer: tensors of one layer; must divide the number of tensors.
+            notify: as in :meth:`pull_cache`.
 
         Raises:
             TypeError: wrong type of an argument (a ``range`` of blocks is one), or a negative block.
@@ -263,13 +304,28 @@ class Transfers(ManagerBase):
         """
         engine = self._engine
         deadline = engine.deadline()
-        whole = src_layer_range is dst_layer_range is None and tensor_num_per_layer == NUM_TENSORS_PER_LAYER
+        plain = notify is None and src_layer_range is dst_layer_range is None
+        whole = plain and tensor_num_per_layer == NUM_TENSORS_PER_LAYER
         if (
             whole
             and type(tensor_num_per_layer) is int
             and self._few(engine.few.push, dst_cache_key, src_cache, src_blocks, dst_blocks, deadline)
         ):
             return
+        request = self._push_blocks_request(
+            dst_cache_key, src_cache, src_blocks, dst_blocks, (src_layer_range, dst_layer_range), tensor_num_per_layer
+        )
+        self._push(request, notify, deadline)
+
+    def _push_blocks_request(
+        self,
+        dst_cache_key: BlocksCacheKey,
+        src_cache: Cache,
+        src_blocks: Sequence[int] | None,
+        dst_blocks: Sequence[int],
+        ranges: tuple[range | None, range | None],
+        tensor_num_per_layer: int,
+    ) -> PushRequest:
         self._check_push_allowed("push_blocks")
         utils.check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey)
         utils.check_isinstance("src_cache", src_cache, Cache)
@@ -278,12 +334,11 @@ class Transfers(ManagerBase):
         check_blocks("src_cache", src_cache)
         _check_some_blocks("dst_blocks", target_blocks)
         check_tensors_per_layer(tensor_num_per_layer)
-        src_layers, dst_layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        src_layers, dst_layers = _push_layers(src_cache, *ranges, tensor_num_per_layer)
         utils.require("dst_cache_key", dst_cache_key, "a BlocksCacheKey")
         if not src_layers:
             self._check_no_layer("push_blocks", src_cache)
-            return
-        request = PushRequest(
+        return PushRequest(
             operation="push_blocks",
             cluster_id=peer_of(dst_cache_key),
             key=destination_key(dst_cache_key),
@@ -294,69 +349,11 @@ class Transfers(ManagerBase):
             src_blocks=source_blocks or (),
             dst_blocks=target_blocks,
         )
-        self._live("push_blocks").push(request, deadline)
 
-    def transfer_cache_async(
-        self,
-        src_cache: Cache,
-        layer_synchronizer: LayerSynchronizer,
-        transfer_configs: Sequence[AnyConfig],
-        src_block_indices: Sequence[int] | None = None,
-        dst_block_indices: Sequence[int] | None = None,
-        dst_block_memory_size: int | None = None,
-    ) -> CacheTask:
-        """Start to send a cache layer by layer (two tensors each), every layer as soon as it is ready.
-
-        A thread goes through the local layers in ascending order. For a layer that some config wants it calls
-        ``layer_synchronizer.synchronize_layer(layer, None)`` once, then sends the layer to these configs in list order.
-        The first failure ends the task. Arguments are taken as they are now; the configs are not changed.
-
-        Args:
-            src_cache: local cache on DEVICE, with an even number of tensors.
-            layer_synchronizer: tells when a layer is ready.
-            transfer_configs: list or tuple of destinations: TransferWithCacheKeyConfig with remote cache access,
-                TransferConfig without it. May be empty.
-            src_block_indices: the local blocks, in a blocks cache. Without them, batch entry ``src_batch_index`` of the
-                config is sent (of a blocks cache: block 0).
-            dst_block_indices: the peer's blocks, if its cache is a blocks cache; as many as local blocks, or, without
-                local blocks, one for each piece of the local entry.
-            dst_block_memory_size: bytes of one of the peer's blocks. None and 0 mean the local block size; needed when
-                only ``dst_block_indices`` is given.
-
-        Returns:
-            The task to wait for.
-
-        Raises:
-            TypeError: wrong type of an argument.
-            ValueError: a number does not fit its integer type.
-            LLMException: LLM_PARAM_INVALID: a cache on HOST or with an odd number of tensors, block arguments that do
-                not fit each other, or a config that does not fit the cache. What is found later is a result of the
-                task.
-        """
-        utils.check_isinstance("src_cache", src_cache, Cache, allow_none=False)
-        raise_if_true(src_cache.cache_desc.placement == Placement.HOST, "src_cache must be on DEVICE, but is on HOST")
-        blocks = _block_lists(src_block_indices, dst_block_indices, dst_block_memory_size)
-        utils.check_isinstance("layer_synchronizer", layer_synchronizer, LayerSynchronizer, allow_none=False)
-        kind = TransferWithCacheKeyConfig if self._accessible else TransferConfig
-        utils.check_isinstance("transfer_configs", transfer_configs, (list, tuple), kind, allow_none=False)
-        raise_if_true(
-            blocks.dst is None and blocks.dst_size,
-            "dst_block_memory_size {} is only for dst_block_indices: give both or none",
-            blocks.dst_size,
-        )
-        raise_if_true(
-            src_cache.cache_desc.num_tensors % NUM_TENSORS_PER_LAYER,
-            "src_cache must have an even number of tensors (K and V of each layer), but has {}",
-            src_cache.cache_desc.num_tensors,
-        )
-        plans = [plan_config(src_cache, config, blocks) for config in transfer_configs]
-        raise_if_true(
-            self._strict and self._accessible and any(plan.request.src_layers.start for plan in plans),
-            "src_layer_range must begin with layer 0, as in the original (LLMConfig.strict_constraints is set)",
-        )
-        transfer = LayerTransfer(layer_synchronizer, plans, lambda request: self._live(OPERATION).push(request))
-        transfer.start()
-        return CacheTask(transfer)
+    def _push(self, request: PushRequest, notify: bytes | None, deadline: Deadline) -> None:
+        request = with_notification(request, notify)
+        if has_work(request):
+            self._live(request.operation).push(request, deadline)
 
     def _few(
         self, transfer: FewTransfer, key: object, cache: object, local: object, remote: object, deadline: Deadline
@@ -398,6 +395,21 @@ class Transfers(ManagerBase):
         )
 
 
+def has_work(request: PushRequest) -> bool:
+    """Whether there is anything to do: a cache without a whole layer has nothing to send."""
+    return bool(request.src_layers) or request.notify is not None
+
+
+def with_notification(request: PushRequest, notify: bytes | None) -> PushRequest:
+    """The same push, with a message."""
+    return request if notify is None else dataclasses.replace(request, notify=_notification(notify))
+
+
+def _notification(value: object) -> bytes | None:
+    utils.check_isinstance("notify", value, bytes)
+    return value  # type: ignore[return-value]
+
+
 def _tensors_per_layer(kwargs: dict[str, Any]) -> int:
     value = kwargs.get("tensor_num_per_layer", NUM_TENSORS_PER_LAYER)
     check_tensors_per_layer(value)
@@ -428,36 +440,3 @@ def _push_layers(
 def _check_some_blocks(name: str, blocks: Sequence[int] | None) -> None:
     utils.require(name, blocks, "a list or tuple of int", TypeError)
     raise_if_false(blocks, "{} is empty: name at least one block", name)
-
-
-def _block_lists(
-    src_block_indices: Sequence[int] | None, dst_block_indices: Sequence[int] | None, dst_block_memory_size: int | None
-) -> BlockLists:
-    """The block arguments of transfer_cache_async, checked against each other."""
-    dst, src = (
-        _block_indices("dst_block_indices", dst_block_indices),
-        _block_indices("src_block_indices", src_block_indices),
-    )
-    if dst_block_memory_size is not None:
-        utils.check_uint64("dst_block_memory_size", dst_block_memory_size)
-    raise_if_true(src and not dst, "src_block_indices needs dst_block_indices: give one for each source block")
-    raise_if_true(
-        src and dst and len(src) != len(dst),
-        "src_block_indices has {} blocks, dst_block_indices {}: give as many",
-        len(src or ()),
-        len(dst or ()),
-    )
-    raise_if_true(
-        dst and not src and not dst_block_memory_size,
-        "dst_block_indices without src_block_indices needs dst_block_memory_size, the bytes of one destination block",
-    )
-    return BlockLists(src, dst, int(dst_block_memory_size or 0))
-
-
-def _block_indices(name: str, indices: Sequence[int] | None) -> tuple[int, ...] | None:
-    blocks = utils.int_list(name, indices)
-    if not blocks:
-        return None
-    if min(blocks) < 0 or max(blocks) > utils.UINT64_MAX:
-        utils.check_list_uint64(name, blocks)
-    return tuple(blocks)

@@ -12,6 +12,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMClusterInfo, LLMRole, parse_listen_ip_info
 from llm_datadist.datadist.init_options import effective_options, role_name
 from llm_datadist.datadist.link_arguments import check_clusters, check_link_arguments, overall, peer_address
+from llm_datadist.datadist.notifications import Notifications
 from llm_datadist.status import LLMException, LLMFailedError, LLMParamInvalidError, LLMStatusCode, raise_if_true
 from llm_datadist.utils import log, utils
 
@@ -77,7 +78,7 @@ class _Instances:
         return [each for each in self._taken if each.is_initialized]
 
 
-class LLMDataDist:
+class LLMDataDist(Notifications):
     """Links this process to others and owns its caches.
 
     Set an ``LLMConfig``, then ``init(config.generate_options())``, register caches through :attr:`cache_manager`, link,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.catalogue import Catalogue
 from llm_datadist.engine.links import LinkEnder, LinkTable
+from llm_datadist.engine.notifications import Mailbox
 from llm_datadist.engine.service import CacheService
 from llm_datadist.engine.verify import DigestService
 from llm_datadist.memory import digests
@@ -43,6 +44,8 @@ _MAX_NEWCOMERS: Final = 512
 _CONTROL_THREADS: Final = 64
 _SERVE_THREADS: Final = 64
 """Also bound how many stalled peers it takes to delay the others."""
+_TRANSFER_THREADS: Final = 32
+"""Transfers that run in the background at a time; also bound how many stalled ones it takes to delay the others."""
 _MAX_COPY_THREADS: Final = 4
 _SERVED_S: Final = 2.0
 
@@ -89,6 +92,7 @@ class Core:
         self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
         self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
+        self.transfer_workers = Workers(f"{name}-transfer", _TRANSFER_THREADS)
         self.copiers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
         self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service = CacheService(self.catalogue, self.regions, self.loop, release)
@@ -98,6 +102,7 @@ class Core:
             self.recorder.add(self.metrics)
         self.data_server = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
         self.digests = DigestService(self.regions, self.serve_workers)
+        self.mailbox = Mailbox()
         self.table = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""
@@ -155,6 +160,7 @@ class Core:
         """Stop the threads and give the region table back; links must have ended."""
         inprocess.withdraw(self.identity.incarnation)
         self.ender.close()
+        self.mailbox.close()
         if self.handover is not None:
             self.handover.close()
         self.data_server.close()
@@ -167,6 +173,7 @@ class Core:
             self.dial_workers,
             self.end_workers,
             self.serve_workers,
+            self.transfer_workers,
             self.copiers,
         ):
             workers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import secrets
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from llm_datadist.engine import constraints, local, loopback
+from llm_datadist.engine import background, constraints, local, loopback, notifications
 from llm_datadist.engine.admission import Admission
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
@@ -21,7 +22,7 @@ from llm_datadist.engine.gauges import gauges
 from llm_datadist.engine.memory_report import MemoryReport
 from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
-from llm_datadist.engine.requests import CacheKind
+from llm_datadist.engine.requests import CacheKind, PullRequest, PushRequest
 from llm_datadist.engine.transfers import Transfers
 from llm_datadist.layout.plan import MAX_TENSOR_BITS
 from llm_datadist.memory.huge_pages import advise
@@ -32,6 +33,7 @@ from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.link import LinkReport
@@ -41,17 +43,16 @@ if TYPE_CHECKING:
         CacheSpec,
         Key,
         MemStatus,
+        Notification,
         PeerAddress,
         PrefixKey,
-        PullRequest,
-        PushRequest,
         RequestKey,
     )
     from llm_datadist.observe.events import Observer
     from llm_datadist.observe.metrics import Family
     from llm_datadist.observe.recorder import Watch
 
-R = TypeVar("R", "PullRequest", "PushRequest")
+R = TypeVar("R", PullRequest, PushRequest)
 _MAX_DIMS: Final = 31
 _UINT64: Final = 1 << 64
 _MIN_RELEASE_S: Final = 1.0
@@ -337,6 +338,34 @@ class Engine:
         self._check_request(request)
         self._observed(self._transfers.push, request, deadline or self.deadline())
 
+    def begin(self, request: PullRequest | PushRequest, deadline: Deadline) -> Future[None]:
+        """See ``pull`` and ``push``, on a thread of the engine: returns at once; what they raise is in the future.
+
+        Raises:
+            LLMException: what can be refused without a look at the peer; LLM_FAILED: there is no thread.
+        """
+        self._check_request(request)
+        if isinstance(request, PullRequest):
+            return background.begin(self._core, request, deadline, functools.partial(self.pull, request, deadline))
+        return background.begin(self._core, request, deadline, functools.partial(self.push, request, deadline))
+
+    def send_notify(self, cluster_id: int, message: bytes, timeout_ms: int) -> None:
+        """See ``notifications.deliver``."""
+        self._check("send_notify")
+        notifications.check_size("send_notify", message)
+        link = self._links.require(cluster_id, "send_notify")
+        notifications.deliver(link, message, "send_notify", Deadline.after(timeout_ms / 1000))
+
+    def get_notifies(self, timeout_ms: int) -> list[Notification]:
+        """See ``Mailbox.take``."""
+        self._check("get_notifies")
+        return self._core.mailbox.take(timeout_ms / 1000)
+
+    def notify_fileno(self) -> int:
+        """See ``Mailbox.fileno``."""
+        self._check("notify_fileno")
+        return self._core.mailbox.fileno()
+
     def _observed(self, transfer: Callable[[R, Deadline, Watch], object], request: R, deadline: Deadline) -> None:
         try:
             with self._core.recorder.watch(deadline, request.operation, request.cluster_id) as watch:
@@ -347,6 +376,8 @@ class Engine:
 
     def _check_request(self, request: PullRequest | PushRequest) -> None:
         self._check(request.operation)
+        if request.notify is not None:
+            notifications.check_size(request.operation, request.notify)
         if self.options.strict_constraints:
             constraints.check_request(request, self._core.catalogue.get(request.cache_id), self.options)
 

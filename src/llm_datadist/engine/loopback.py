@@ -83,7 +83,7 @@ class LoopbackLink(PeerLink):
         del deadline
         return False
 
-    def request(self, body: messages.Body, deadline: Deadline) -> messages.Body:
+    def request(self, body: messages.Body, deadline: Deadline) -> messages.Body:  # noqa: PLR0911 - one a message
         """See ``PeerLink.request``."""
         del deadline
         service = self._core.service
@@ -95,6 +95,8 @@ class LoopbackLink(PeerLink):
             return service.finish(self._holds, body)
         if isinstance(body, messages.Resolve):
             return service.resolve(body)
+        if isinstance(body, messages.Notify):
+            return self._core.mailbox.put(self._core.identity.cluster_id, body.message)
         if isinstance(body, messages.Digest):
             return self._core.digests.compute(body)
         return messages.Ok()

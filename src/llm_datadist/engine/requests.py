@@ -107,6 +107,8 @@ class PullRequest:
     dst_layers: range | None = None
     """Local layers; None is "not given"."""
     tensors_per_layer: int = 2
+    notify: bytes | None = None
+    """For the peer, once the bytes are in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class PushRequest:
     cache_id: int
     """The local source cache."""
     src_layers: range
+    """Empty: nothing is moved."""
     dst_layers: range
     """As long as ``src_layers``; ignored with ``dst_addrs``."""
     tensors_per_layer: int = 2
@@ -134,6 +137,17 @@ class PushRequest:
     """Bytes of one destination block; 0 is "as the destination cache says", or the source's block size."""
     dst_addrs: Sequence[int] | None = None
     """Raw destination addresses, one per tensor of ``src_layers`` (message mode only)."""
+    notify: bytes | None = None
+    """For the peer, once the bytes are in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """A message that a peer has sent, by ``send_notify`` or with a transfer."""
+
+    cluster_id: int
+    """Who sent it."""
+    message: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,8 @@ class Session:
             answer = service.finish(self._holds, body)
             if request_id:
                 reply(answer, request_id)
+        elif isinstance(body, messages.Notify):
+            reply(self._core.mailbox.put(link.cluster_id, body.message), request_id)
         elif isinstance(body, messages.Resolve):
             reply(service.resolve(body), request_id)
         elif isinstance(body, messages.Digest):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import numpy as np
 
+from llm_datadist.engine import notifications
 from llm_datadist.engine.compatibility import misfit, note_data_types
 from llm_datadist.engine.errors import failure, invalid, path_failure, transfer_failure
 from llm_datadist.engine.few import FewTransfers, few_name
@@ -37,7 +38,7 @@ from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llm_datadist.engine.catalogue import CacheEntry
     from llm_datadist.engine.core import Core
@@ -66,6 +67,14 @@ class Request(Protocol):
     @property
     def cluster_id(self) -> int:
         """The peer."""
+
+    @property
+    def dst_blocks(self) -> Sequence[int] | None:
+        """Destination blocks."""
+
+    @property
+    def notify(self) -> bytes | None:
+        """For the peer, once the bytes are in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +116,13 @@ class Transfers:
             def spans(remote: PeerCache, batch_index: int) -> Spans:
                 return plan_pull(local, remote, batch_index, request, ids)
 
+            call = _Call(request, local, link, deadline, watch)
             if self._core.options.remote_accessible:
                 _check_accessible(local, request)
-                self._with_catalogue(_Call(request, local, link, deadline, watch), request.key, spans, pull=True)
+                self._with_catalogue(call, request.key, spans, pull=True)
             else:
-                self._with_lookup(_Call(request, local, link, deadline, watch), request.key, spans)
+                self._with_lookup(call, request.key, spans)
+            _notify(call)
         finally:
             try:
                 local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
@@ -134,13 +145,9 @@ class Transfers:
             call = _Call(request, local, link, deadline, watch)
             if request.key is None:
                 self._to_addresses(call, request, ids)
-                return
-            _check_accessible(local, request)
-
-            def spans(remote: PeerCache, batch_index: int) -> Spans:
-                return plan_push(local, remote, batch_index, request, ids)
-
-            self._with_catalogue(call, request.key, spans, pull=False)
+            elif request.src_layers:
+                self._to_cache(call, request, request.key, ids)
+            _notify(call)
         finally:
             try:
                 local.holders.discard(deadline)  # in one step: Ctrl-C may come between any two
@@ -154,8 +161,11 @@ class Transfers:
         return entry
 
     def _hold(self, local: CacheEntry, request: Request, deadline: Deadline) -> None:
-        """Hold a cache for this call, whose deadline, an object that no other call has, is its ticket."""
-        if not self._core.catalogue.hold(local, deadline):
+        """Hold a cache for this call, whose deadline, an object that no other call has, is its ticket.
+
+        A call in the background holds it already, and may go on when the cache has been hidden meanwhile.
+        """
+        if deadline not in local.holders and not self._core.catalogue.hold(local, deadline):
             raise missing(request, f"there is no local cache {local.cache_id}")
 
     def _with_catalogue(self, call: _Call, key: Key, spans: Plan, *, pull: bool) -> None:
@@ -232,6 +242,15 @@ class Transfers:
         if not isinstance(ended, messages.Ok):
             raise _refused(ended, request, "confirm")
 
+    def _to_cache(self, call: _Call, request: PushRequest, key: Key, ids: BlockIds) -> None:
+        """Push to a cache of the peer."""
+        _check_accessible(call.local, request)
+
+        def spans(remote: PeerCache, batch_index: int) -> Spans:
+            return plan_push(call.local, remote, batch_index, request, ids)
+
+        self._with_catalogue(call, key, spans, pull=False)
+
     def _to_addresses(self, call: _Call, request: PushRequest, ids: BlockIds) -> None:
         """Push to raw addresses of the peer, which says in which of its regions they are."""
         local = call.local
@@ -305,6 +324,13 @@ class Transfers:
                 link.running.discard(deadline)
             finally:
                 link.end(deadline)
+
+
+def _notify(call: _Call) -> None:
+    """The bytes are in place: tell the peer, if that is wanted."""
+    if call.request.notify is not None:
+        call.watch.enter(Phase.CONFIRM)
+        notifications.confirm(call.link, call.request.notify, call.request, call.deadline)
 
 
 def _asking(call: _Call, ask: Callable[[], T], phase: str = "lookup") -> T:

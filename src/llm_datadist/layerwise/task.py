@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
 import threading
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING
 
 from llm_datadist.cache.keys import destination_key, peer_of
@@ -14,6 +16,7 @@ from llm_datadist.layerwise.configs import TransferConfig
 from llm_datadist.layerwise.ranges import NUM_TENSORS_PER_LAYER, check_equal_length
 from llm_datadist.status import (
     LLMException,
+    LLMFailedError,
     LLMParamInvalidError,
     LLMStatusCode,
     exception_for,
@@ -21,9 +24,10 @@ from llm_datadist.status import (
     raise_if_true,
 )
 from llm_datadist.utils import limits, log, utils
+from llm_datadist.utils.completion import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from llm_datadist.cache.types import Cache
     from llm_datadist.layerwise.configs import AnyConfig, LayerSynchronizer, TransferWithCacheKeyConfig
@@ -157,6 +161,9 @@ class LayerTransfer:
         self._pushing = False
         self._cancelled = False
         self._done = threading.Event()
+        self.end: Future[None] = Future()
+        """Ends right after the task has, outside of its lock: callbacks may take their time."""
+        self.end.set_running_or_notify_cancel()
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -194,9 +201,11 @@ class LayerTransfer:
             if self._done.is_set():
                 return self._cancelled
             self._cancelled = True
-            if not self._pushing:
-                self._settle()
-            return True
+            if self._pushing:
+                return True
+            self._settle()
+        self._tell()
+        return True
 
     @property
     def cancelled(self) -> bool:
@@ -221,6 +230,12 @@ class LayerTransfer:
             with self._lock:
                 if not self._done.is_set():
                     self._settle()
+            self._tell()
+
+    def _tell(self) -> None:
+        """It has ended; who has cancelled it may have said so already."""
+        with contextlib.suppress(InvalidStateError):
+            self.end.set_result(None)
 
     def _settle(self) -> None:
         """End it: nothing is sent any more. Under the lock."""
@@ -303,6 +318,38 @@ class CacheTask:
 
     def __init__(self, transfer: LayerTransfer) -> None:
         self._transfer = transfer
+        self._completion = Completion(transfer.end, LLMFailedError)
+
+    def __await__(self) -> Generator[object, None, LLMStatusCode]:
+        """What :meth:`synchronize` returns. A coroutine that is cancelled while it waits leaves the task alone."""
+        yield from self._completion.__await__()
+        return self.synchronize()
+
+    def done(self) -> bool:
+        """Whether the task has ended."""
+        return self._transfer.wait(0) is not None
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once the task has ended, on the thread that ends it; at once, on this one, if it has.
+
+        It should return soon. What it raises is logged and has no effect.
+        """
+        self._completion.add_done_callback(callback)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable from the end of the task on, for select, poll and epoll.
+
+        It is made at the first call. Do not read or close it: ``close`` does that, or the end of this object.
+
+        Raises:
+            OSError: no descriptor is left.
+            ValueError: it has been closed.
+        """
+        return self._completion.fileno()
+
+    def close(self) -> None:
+        """Give the descriptor of ``fileno`` back; idempotent, no effect on the task."""
+        self._completion.close()
 
     def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
         """Wait for the end of the task; failures of the transfer are returned, not raised.

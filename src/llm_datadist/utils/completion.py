@@ -18,13 +18,17 @@ T = TypeVar("T")
 class Completion(Generic[T]):
     """Ends once, with a result or an exception. Thread-safe; nothing here polls."""
 
-    def __init__(self, future: concurrent.futures.Future[T]) -> None:
+    def __init__(self, future: concurrent.futures.Future[T], foreign: type[Exception] = RuntimeError) -> None:
+        """``foreign`` is raised in a forked child, where the end of the work will never be known."""
         self._future = future
+        self._foreign = foreign
+        self._pid = os.getpid()
         self._signal: _Signal | None = None
         self._lock = threading.Lock()
 
     def done(self) -> bool:
         """Whether it has ended."""
+        self._check_process()
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -34,6 +38,7 @@ class Completion(Generic[T]):
             TimeoutError: it has not ended in time; it goes on.
             Exception: that with which it ended.
         """
+        self._check_process()
         if not concurrent.futures.wait([self._future], timeout_s).done:
             message = f"it has not ended within {timeout_s} s"
             raise TimeoutError(message)
@@ -44,11 +49,13 @@ class Completion(Generic[T]):
 
         It should return soon. What it raises is logged by ``concurrent.futures`` and has no effect.
         """
+        self._check_process()
         self._future.add_done_callback(lambda _future: callback())
 
     def __await__(self) -> Generator[object, None, T]:
         import asyncio  # noqa: PLC0415 - only who awaits pays for it
 
+        self._check_process()
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
@@ -69,6 +76,7 @@ class Completion(Generic[T]):
         Raises:
             OSError: no descriptor is left.
         """
+        self._check_process()
         with self._lock:
             signal = self._signal
             if signal is None:
@@ -82,6 +90,12 @@ class Completion(Generic[T]):
         with self._lock:
             if self._signal is not None:
                 self._signal.close()
+
+    def _check_process(self) -> None:
+        """Before any lock: another thread may have held it at the fork."""
+        if os.getpid() != self._pid:
+            message = f"the work runs in process {self._pid}, not in its forked child {os.getpid()}: wait for it there"
+            raise self._foreign(message)
 
 
 class _Signal:

@@ -25,6 +25,8 @@ Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 NONCE_BYTES: Final = 32
 MAX_INTRODUCTION: Final = 32 << 10
 """Bytes of an encoded ``Hello`` or of the answer to it."""
+MAX_NOTIFICATION: Final = 64 << 10
+"""Bytes of a message of the application."""
 VERSION_MIN: Final = 1
 VERSION_MAX: Final = 1
 
@@ -248,6 +250,12 @@ class Digested(Struct, frozen=True, kw_only=True, tag="digested"):
     value: U64
 
 
+class Notify(Struct, frozen=True, kw_only=True, tag="notify"):
+    """A message of the application for the peer's; ``Ok`` when it is kept there, ``Refuse`` if there is no room."""
+
+    message: Annotated[bytes, Meta(max_length=MAX_NOTIFICATION)]
+
+
 class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
     """The link ends in good order. Answer when no transfer of yours over it runs any more."""
 
@@ -277,6 +285,7 @@ Body = Union[  # noqa: UP007 - an alias is evaluated, also by Python 3.10
     Fence,
     Digest,
     Digested,
+    Notify,
     Bye,
 ]
 

@@ -113,7 +113,10 @@ class Handshaker:
             if isinstance(error, (NotAdmittedError, ProtocolError)):
                 raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
             if isinstance(error, ReplyTimeoutError):
-                hint = "somebody listens there, but does not answer: see whether it is an LLMDataDist, and not stalled"
+                hint = (
+                    "somebody listens there, but does not answer: see whether it is an LLMDataDist, and not stalled"
+                    " (ps -o stat,pid,args shows T for one that is stopped: kill -CONT PID)"
+                )
                 raise LinkError(
                     LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}", retryable=True, hint=hint
                 ) from error
@@ -134,9 +137,10 @@ class Handshaker:
         )
         answer, key = introduce(session.channel, core.admission.secret, hello, deadline)
         welcome = _agreed(answer, messages.Welcome)
-        link = Link(Peer(welcome.identity, welcome.offer), session.channel, welcome.link_token, text(address))
+        peer = Peer(welcome.identity, welcome.offer)
+        terms = LinkTerms.of(core.options, welcome.version, secret=key != NO_KEY)
+        link = Link(peer, session.channel, welcome.link_token, text(address), terms)
         link.key = key
-        link.terms = LinkTerms.of(core.options, welcome.version, secret=key != NO_KEY)
         link.dialled = address
         session.introduce(link)
         return link
@@ -308,9 +312,9 @@ class Handshaker:
             session.channel,
             welcome.link_token,
             text(session.channel.remote_address),
+            LinkTerms.of(self._core.options, welcome.version, secret=key != NO_KEY),
         )
         link.key = key
-        link.terms = LinkTerms.of(self._core.options, welcome.version, secret=key != NO_KEY)
         link.pending_comm = hello.comm
         link.supersedes = session.supersedes
         link.deadline = Deadline.after(min(hello.timeout_ms / 1000, _MAX_LINK_S))

@@ -219,18 +219,18 @@ class PeerLink(abc.ABC):
 class Link(PeerLink):
     """A link over a control connection. Thread-safe."""
 
-    def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str) -> None:
+    def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str, terms: LinkTerms) -> None:
         super().__init__(peer.offer.digest)
         self.cluster_id = peer.identity.cluster_id
         self.peer = peer
         self.channel = channel
         self.token = token
-        self.terms: LinkTerms | None = None
         self.key = NO_KEY
         """With which data connections and the hand-over prove that they belong to it."""
         self.numbers_seen = OnceOnly()
         """Of data connections that the peer has opened. Loop thread."""
         self.address = address
+        self.terms = terms
         self.dialled: Address | None = None
         """Where this side connected to; None if the peer connected."""
         self.deadline: Deadline | None = None

@@ -15,19 +15,18 @@ from llm_datadist.engine.comms import Comms
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import LinkError
 from llm_datadist.engine.handshake import Handshaker
-from llm_datadist.engine.link import LinkTerms
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.paths.survey import PathFinding, survey
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils.deadline import Deadline
-from llm_datadist.wire.messages import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist.engine.link import Link
+    from llm_datadist.engine.link import Link, LinkTerms
     from llm_datadist.engine.options import EngineOptions
     from llm_datadist.net.address import Address
+    from llm_datadist.wire.messages import Identity
 
 _STAY_S: Final = 60.0
 _END_S: Final = 2.0
@@ -40,7 +39,7 @@ class Visit:
     peer: Identity
     here: Identity
     """This process."""
-    terms: LinkTerms | None
+    terms: LinkTerms
     seconds: float
     """From the first packet to the end of both introductions."""
     paths: tuple[PathFinding, ...]

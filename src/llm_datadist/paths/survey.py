@@ -41,7 +41,7 @@ class Figures:
     p50_s: float
     p99_s: float
     bytes_per_s: float
-    """The best of a few reads of ``LARGE_BYTES``, in pieces of the probe region: the source is in the owner's caches."""
+    """The best of a few reads of ``LARGE_BYTES``, all from the probe region, which stays in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,9 @@ class TcpPath(Path):
 
     def describe(self) -> str:
         """See ``Path.describe``."""
-        return f"{self.connections()} persistent data connections, sendmsg/recvmsg between sockets and registered memory"
+        return (
+            f"{self.connections()} persistent data connections, sendmsg/recvmsg between sockets and registered memory"
+        )
 
 
 class _OneExchange(Shortcut):

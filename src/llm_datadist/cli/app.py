@@ -152,6 +152,28 @@ def ping(
     raise typer.Exit(_interruptible("ping", lambda: ping_command.run(target, protection, timeout, as_json=json)))
 
 
+@app.command()
+def top(
+    endpoints: Annotated[list[str], typer.Argument(metavar="HOST:PORT|URL...", help="Prometheus endpoints.")],
+    *,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, one interval apart, print that, and end.")] = False,
+) -> None:
+    """Watch running processes: links, transfers a second, bytes a second, latencies, failures.
+
+    Reads what llm_datadist.observe.prometheus exports; needs the extra metrics. Ctrl-C ends it.
+    Exit code 0: all endpoints told something; 1: one did not; 2: wrong usage; 130: interrupted.
+    """
+    from llm_datadist.cli.top import command, scrape  # noqa: PLC0415 - they need the extra metrics
+
+    try:
+        for endpoint in endpoints:
+            scrape.url_of(endpoint)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(_interruptible("top", lambda: command.run(endpoints, interval, once=once)))
+
+
 @app.command(name="cpp-config")
 def cpp_config(
     *,

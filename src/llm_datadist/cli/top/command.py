@@ -79,10 +79,12 @@ def _once(watch: Watch, interval_s: float) -> int:
 
 def _live(watch: Watch, interval_s: float) -> None:
     console = open_console()
-    with Live(console=console, screen=console.is_interactive, auto_refresh=False) as live:
+    if not console.is_interactive:  # a log: one view after the other
         while True:
-            shown, _ = _next(watch, interval_s)
-            live.update(shown, refresh=True)
+            console.print(_next(watch, interval_s)[0])
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_next(watch, interval_s)[0], refresh=True)
 
 
 def _next(watch: Watch, interval_s: float) -> tuple[RenderableType, bool]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from cli_kit import run
 from few_kit import make_pair
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.net.address import text
 from llm_datadist.utils.deadline import Deadline
 from peers import TIMEOUT_S, Peers
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parent.parent / "docs" / "diagnosis.md"
 SCREEN = 25
 """Lines of a first screen."""
+_CACHE_BYTES = 64 << 20
+_KERNEL = re.compile(r"(Linux \d+\.\d+\.\d+)[^,\s]*")
+"""What follows names a build of one machine."""
 _TESTS = str(Path(__file__).parent)
 _FENCE = "<!-- recorded: {} -->\n\n```text\n"
 
@@ -122,15 +128,21 @@ def _stalled_link(peers: Peers) -> str:
     return str(told)
 
 
-def explain_memory(node: Node) -> str:
-    """In the child: what is told of the memory of its caches."""
+def explain_small_pages(node: Node) -> str:
+    """In the child: what is told of a cache whose memory was in small pages when it was registered."""
+    memory = mmap.mmap(-1, _CACHE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory.write(b"\1" * _CACHE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    node.extra["memory"] = memory  # it must outlive the cache
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    desc = CacheDesc(1, [_CACHE_BYTES >> 20, 1 << 20], DataType.DT_UINT8)
+    node.manager.register_blocks_cache(desc, [address], BlocksCacheKey(1, 0))
     return str(node.datadist.explain_memory())
 
 
 def _no_huge_pages(peers: Peers) -> str:
-    peer = peers.make(1, huge_pages=False)
-    peer.call("register_blocks", "cache", 4, 64, 1 << 18)
-    return str(peer.call(explain_memory))
+    return str(peers.make(1, huge_pages=False).call(explain_small_pages))
 
 
 def _one_core(_peers: Peers) -> str:
@@ -167,7 +179,7 @@ SITUATIONS = (
     Situation("ptrace denied, doctor", lambda _peers: _crippled("doctor"), "could not read its parent", "SYS_PTRACE"),
     Situation("peer stalled", _stalled, "no reply to", "kill -CONT PID"),
     Situation("peer stalled, link", _stalled_link, "its process is stopped", "given up after"),
-    Situation("huge pages off", _no_huge_pages, "0% in huge pages", "LLMConfig.huge_pages"),
+    Situation("huge pages off", _no_huge_pages, ", 0% in huge pages", "LLMConfig.huge_pages"),
     Situation("one core", _one_core, "1 core", "taskset -pc"),
 )
 
@@ -203,7 +215,7 @@ def record() -> None:
     for situation in (*WELL, *SITUATIONS):
         peers = Peers()
         try:
-            shown = screen(situation.show(peers))
+            shown = _KERNEL.sub(r"\1", screen(situation.show(peers)))
         finally:
             peers.close()
         fence = _FENCE.format(situation.name)

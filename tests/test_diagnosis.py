@@ -1,4 +1,4 @@
-"""With each of these broken, the first screen names the cause and the remedy; the page shows what was really printed."""
+"""With each of these broken, the first screen names the cause and the remedy; the page shows what was printed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_first_screen_names_cause_and_remedy(peers: Peers, situation: Situat
     assert situation.remedy in shown
 
 
-@pytest.mark.parametrize("situation", (*WELL, *SITUATIONS), ids=named)
+@pytest.mark.parametrize("situation", [*WELL, *SITUATIONS], ids=named)
 def test_the_page_shows_it(situation: Situation) -> None:
     shown = " ".join(recorded(PAGE.read_text(encoding="utf-8"), situation.name).split())
     assert situation.cause in shown

@@ -341,7 +341,7 @@ def test_the_last_user_of_a_cache_wakes_who_waits(table: RegionTable) -> None:
 
 @pytest.fixture
 def link() -> Link:
-    peer: Any = SimpleNamespace(identity=SimpleNamespace(cluster_id=7))
+    peer: Any = SimpleNamespace(identity=SimpleNamespace(cluster_id=7), offer=SimpleNamespace(digest=None))
     channel: Any = SimpleNamespace(closed=False)
     terms = LinkTerms.of(EngineOptions(), 1, secret=False)
     made = Link(peer, channel, b"t" * 16, "nowhere", terms)

@@ -21,7 +21,7 @@ def __getattr__(name: str) -> object:
     if name == "EngineOptions":
         return import_module("llm_datadist.engine.options").EngineOptions
     if name in {"LinkReport", "LinkTerms"}:
-        return getattr(import_module("llm_datadist.engine.link"), name)  # type: ignore[no-any-return]
+        return getattr(import_module("llm_datadist.engine.link"), name)
     if name == "MemoryReport":
         return import_module("llm_datadist.engine.memory_report").MemoryReport
     message = f"module {__name__!r} has no attribute {name!r}"

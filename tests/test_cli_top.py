@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import math
+import os
+import pty
+import signal
 import socket
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli_kit import line_with, run, running
+from cli_kit import MODULE, environment, line_with, run, running
 from few_kit import BLOCK_BYTES, TENSORS, attempt, make_pair
 from llm_datadist.cli.top.rates import quantile, rows
 from llm_datadist.cli.top.scrape import EndpointError, Snapshot, parse, url_of
@@ -92,9 +97,35 @@ def test_it_goes_on_until_it_is_interrupted(pair: tuple[Peer, Peer]) -> None:
     endpoint = pair[1].call(serve_metrics)
     with running("top", "--interval", "0.1", endpoint) as process:
         line_with(process, "llm-datadist top: 1 of 1")
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=WAIT_S)
         assert (process.returncode, "Traceback" in errors) == (130, False), rest + errors
+
+
+def test_on_a_terminal_it_draws_over_what_was(pair: tuple[Peer, Peer]) -> None:
+    endpoint = pair[1].call(serve_metrics)
+    ours, theirs = pty.openpty()
+    variables = {**environment(), "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    command = [*MODULE, "top", "--interval", "0.1", endpoint]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables) as process:
+        os.close(theirs)
+        watchdog = threading.Timer(WAIT_S * 3, process.kill)
+        watchdog.start()
+        try:
+            seen = b""
+            while seen.count(b"llm-datadist top: 1 of 1") < 3:
+                seen += os.read(ours, 65536)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # EIO: nobody writes any more
+                while more := os.read(ours, 65536):
+                    seen += more
+            assert process.wait(WAIT_S) == 130
+        finally:
+            watchdog.cancel()
+            process.kill()
+            os.close(ours)
+    assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1  # the other screen, and back
+    assert b"linked 1" in seen
 
 
 def test_without_the_option_it_says_that_nothing_is_counted(peers: Peers) -> None:
@@ -183,6 +214,8 @@ def test_short_targets_become_urls() -> None:
 # Arithmetic
 
 EXPOSITION = """
+llm_datadist_transfer_phase_duration_seconds_sum{cluster="1",operation="pull_blocks",phase="queue"} %d
+llm_datadist_transfer_phase_duration_seconds_sum{cluster="1",operation="pull_blocks",phase="copy"} %d
 llm_datadist_transfers_in_progress{cluster="1"} 3
 llm_datadist_transfers_total{cluster="1",operation="pull_blocks",path="tcp",status="LLM_SUCCESS"} %d
 llm_datadist_transferred_bytes_total{cluster="1",operation="pull_blocks",path="tcp"} %d
@@ -190,7 +223,7 @@ llm_datadist_transferred_bytes_total{cluster="1",operation="pull_blocks",path="t
 
 
 def snapshot(at: float, count: int, size: int) -> Snapshot:
-    return Snapshot(at, parse("http://here", EXPOSITION % (count, size)).values)
+    return Snapshot(at, parse("http://here", EXPOSITION % (count, size, count, size)).values)
 
 
 def test_rates_are_differences_by_time() -> None:
@@ -198,7 +231,7 @@ def test_rates_are_differences_by_time() -> None:
     (operation,) = seen.operations
     assert (operation.per_s, operation.bytes_per_s, operation.total) == (25, 2000, 150)
     assert math.isnan(operation.p50_s)
-    assert seen.engines[0].in_progress == 3
+    assert (seen.engines[0].in_progress, seen.engines[0].waiting) == (3, 25)
 
 
 def test_a_process_that_was_started_anew_counts_from_zero() -> None:

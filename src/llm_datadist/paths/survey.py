@@ -63,20 +63,24 @@ def survey(peer: Peer, context: Context, epoch: int, timeout_s: float) -> Iterat
     ``epoch`` is that of the peer's region table: without it no path takes its short way.
     """
     for name in registry.names():
-        deadline = Deadline.after(timeout_s)
-        try:
-            path = attempt(name, peer, context, deadline)
-        except PathRejectedError as rejection:
-            yield PathFinding(name, works=False, reason=rejection.reason, hint=rejection.hint)
-            continue
-        try:
-            reason = path.describe()
-            yield PathFinding(name, works=True, reason=reason, figures=_figures(path, peer, epoch, deadline))
-        except (PathError, RegionError) as error:
-            reason = f"it was probed, but failed when it was measured: {error}"
-            yield PathFinding(name, works=False, reason=reason)
-        finally:
-            path.close()
+        yield _find(name, peer, context, epoch, Deadline.after(timeout_s))
+
+
+def _find(name: str, peer: Peer, context: Context, epoch: int, deadline: Deadline) -> PathFinding:
+    try:
+        path = attempt(name, peer, context, deadline)
+    except PathError as error:
+        hint = error.hint if isinstance(error, PathRejectedError) else None
+        return PathFinding(name, works=False, reason=str(error), hint=hint)
+    try:
+        return PathFinding(name, works=True, reason=path.describe(), figures=_figures(path, peer, epoch, deadline))
+    except Exception as error:
+        if name in registry.BUILT_IN and not isinstance(error, (PathError, RegionError)):
+            raise  # of others' paths we cannot know what they raise
+        reason = f"it was probed, but failed when it was measured: {error}"
+        return PathFinding(name, works=False, reason=reason)
+    finally:
+        path.close()
 
 
 def _figures(path: Path, peer: Peer, epoch: int, deadline: Deadline) -> Figures:

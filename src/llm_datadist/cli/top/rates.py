@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llm_datadist.observe.events import Phase
 from llm_datadist.observe.recorder import SUCCESS
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class EngineRow:
     """Links by path."""
     in_progress: int
     """Transfers of this process that run, those that wait included."""
+    waiting: float
+    """How many of them waited for a free data connection, on average between the snapshots."""
     holds: int
     """Caches held for pulls of peers."""
     served_per_s: float
@@ -102,11 +105,15 @@ def _engine(cluster: str, between: _Between, now: Snapshot) -> EngineRow:
     def rate(name: str) -> float:
         return between.per_s(name, (labels for labels in now.of(name) if labels[0] == cluster))
 
+    waits = "transfer_phase_duration_seconds_sum"  # seconds of waiting in a second are transfers that wait
     return EngineRow(
         cluster=cluster,
         links=by_label("links"),
         paths=by_label("link_paths"),
         in_progress=int(now.of("transfers_in_progress").get((cluster,), 0)),
+        waiting=between.per_s(
+            waits, (labels for labels in now.of(waits) if labels[::2] == (cluster, Phase.QUEUE.value))
+        ),
         holds=int(now.of("cache_holds").get((cluster,), 0)),
         served_per_s=rate("served_requests_total"),
         served_bytes_per_s=rate("served_bytes_total"),

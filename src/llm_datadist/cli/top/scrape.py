@@ -36,6 +36,7 @@ _LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "transfers_total": ("cluster", "operation", "path", "status"),
     "transferred_bytes_total": ("cluster", "operation", "path"),
     "transfer_duration_seconds_bucket": ("cluster", "operation", "path", "le"),
+    "transfer_phase_duration_seconds_sum": ("cluster", "operation", "phase"),
     "served_requests_total": ("cluster", "operation", "status"),
     "served_bytes_total": ("cluster", "operation"),
 }

@@ -45,7 +45,7 @@ def _table(left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def _engines(seen: Sequence[tuple[str, Rows]]) -> Table:
-    numbers = ("running", "held", "served/s", "served", "connections")
+    numbers = ("running", "waiting", "held", "served/s", "served", "connections")
     table = _table(("cluster", "endpoint", "links", "paths"), numbers)
     for url, rows in seen:
         for row in rows.engines:
@@ -55,6 +55,7 @@ def _engines(seen: Sequence[tuple[str, Rows]]) -> Table:
                 Text(_counts(row.links), style="yellow" if _BAD_STATES & set(row.links) else ""),
                 _counts(row.paths),
                 format_count(row.in_progress),
+                _rate(row.waiting),
                 format_count(row.holds),
                 _rate(row.served_per_s),
                 _speed(row.served_bytes_per_s),

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from llm_datadist.engine.catalogue import CacheEntry, Catalogue
-from llm_datadist.engine.link import Link, LinkState
+from llm_datadist.engine.link import Link, LinkState, LinkTerms
+from llm_datadist.engine.options import EngineOptions
 from llm_datadist.engine.requests import CacheKind, CacheSpec
 from llm_datadist.memory.regions import RegionTable, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError
@@ -342,7 +343,8 @@ def test_the_last_user_of_a_cache_wakes_who_waits(table: RegionTable) -> None:
 def link() -> Link:
     peer: Any = SimpleNamespace(identity=SimpleNamespace(cluster_id=7), offer=SimpleNamespace(digest=None))
     channel: Any = SimpleNamespace(closed=False)
-    made = Link(peer, channel, b"t" * 16, "nowhere")
+    terms = LinkTerms.of(EngineOptions(), 1, secret=False)
+    made = Link(peer, channel, b"t" * 16, "nowhere", terms)
     assert made.advance(LinkState.LINKED)
     return made
 

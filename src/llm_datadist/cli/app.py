@@ -14,6 +14,7 @@ from llm_datadist.cli.bench.workload import FULL, QUICK, Kind, Workload, parse_b
 from llm_datadist.cli.demo import run
 from llm_datadist.cli.doctor import command as doctor_command
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
+from llm_datadist.cli.ping import command as ping_command
 from llm_datadist.cli.plan import PathName, Plan
 from llm_datadist.cli.soak import command as soak_command
 from llm_datadist.native.build import main as native_main
@@ -122,6 +123,55 @@ def doctor(
     2: wrong usage; 130: interrupted.
     """
     raise typer.Exit(_interruptible("doctor", lambda: doctor_command.run(as_json=json)))
+
+
+@app.command()
+def ping(
+    target: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the peer listens (listen_ip_info).")],
+    *,
+    secret_file: Annotated[str | None, typer.Option(help="As LLMConfig.secret_file.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="As LLMConfig.tls_cert.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="As LLMConfig.tls_key.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="As LLMConfig.tls_ca.")] = None,
+    allow_insecure_remote: Annotated[
+        bool | None, typer.Option("--allow-insecure-remote", help="As LLMConfig.allow_insecure_remote.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds for each address, and each path.")] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead.")] = False,
+) -> None:
+    """Look at a running peer: whether it lets this side in, which paths work and why not the others, how fast they are.
+
+    Touches no cache and makes no link. What is not given comes from the environment (LLM_DATADIST_SECRET_FILE, ...).
+    Exit code 0: a link can be made; 1: it cannot; 2: wrong usage; 130: interrupted.
+    """
+    try:
+        ping_command.parse_target(target)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    protection = ping_command.Protection(secret_file, tls_cert, tls_key, tls_ca, allow_insecure_remote)
+    raise typer.Exit(_interruptible("ping", lambda: ping_command.run(target, protection, timeout, as_json=json)))
+
+
+@app.command()
+def top(
+    endpoints: Annotated[list[str], typer.Argument(metavar="HOST:PORT|URL...", help="Prometheus endpoints.")],
+    *,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, one interval apart, print that, and end.")] = False,
+) -> None:
+    """Watch running processes: links, transfers a second, bytes a second, latencies, failures.
+
+    Reads what llm_datadist.observe.prometheus exports; needs the extra metrics. Ctrl-C ends it.
+    Exit code 0: all endpoints told something; 1: one did not; 2: wrong usage; 130: interrupted.
+    """
+    from llm_datadist.cli.top import command, scrape  # noqa: PLC0415 - they need the extra metrics
+
+    try:
+        for endpoint in endpoints:
+            scrape.url_of(endpoint)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(_interruptible("top", lambda: command.run(endpoints, interval, once=once)))
 
 
 @app.command(name="cpp-config")

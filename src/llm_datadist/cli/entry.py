@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 
-_EXTRA = frozenset({"typer", "rich"})
+_EXTRAS = {"typer": "cli", "rich": "cli", "prometheus_client": "cli,metrics"}
+"""By package that is missing."""
 
 
 def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: always, with the exit code: 0 success, 1 failure, 2 wrong usage or the extra ``cli`` is not
+        SystemExit: always, with the exit code: 0 success, 1 failure, 2 wrong usage or an extra is not
             installed, 130 interrupted.
     """
     try:
@@ -21,7 +22,8 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        extra = _EXTRAS.get(error.name or "")
+        if extra is None:
             raise
-        sys.stderr.write(f"llm-datadist needs the package {error.name}: run pip install 'llm-datadist[cli]'\n")
+        sys.stderr.write(f"llm-datadist needs the package {error.name}: run pip install 'llm-datadist[{extra}]'\n")
         raise SystemExit(2) from None

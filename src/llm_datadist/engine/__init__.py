@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llm_datadist.engine.engine import Engine
-    from llm_datadist.engine.link import LinkReport
+    from llm_datadist.engine.link import LinkReport, LinkTerms
     from llm_datadist.engine.memory_report import MemoryReport
     from llm_datadist.engine.options import EngineOptions
 
-__all__ = ["Engine", "EngineOptions", "LinkReport", "MemoryReport"]
+__all__ = ["Engine", "EngineOptions", "LinkReport", "LinkTerms", "MemoryReport"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> object:
         return import_module("llm_datadist.engine.engine").Engine
     if name == "EngineOptions":
         return import_module("llm_datadist.engine.options").EngineOptions
-    if name == "LinkReport":
-        return import_module("llm_datadist.engine.link").LinkReport
+    if name in {"LinkReport", "LinkTerms"}:
+        return getattr(import_module("llm_datadist.engine.link"), name)
     if name == "MemoryReport":
         return import_module("llm_datadist.engine.memory_report").MemoryReport
     message = f"module {__name__!r} has no attribute {name!r}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist.engine.admission import Newcomer, NotAdmittedError, introduce
 from llm_datadist.engine.errors import LinkError
-from llm_datadist.engine.link import Link, LinkState
+from llm_datadist.engine.link import Link, LinkState, LinkTerms
 from llm_datadist.engine.link_failures import cannot_connect
 from llm_datadist.engine.service import refuse
 from llm_datadist.engine.session import Session
@@ -30,12 +30,13 @@ from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
-from llm_datadist.wire.auth import handover_request
+from llm_datadist.wire.auth import NO_KEY, handover_request
 from llm_datadist.wire.data import ANSWER_BYTES, Greeting
 from llm_datadist.wire.framing import Kind, ProtocolError
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from llm_datadist.engine.comms import Comms
     from llm_datadist.engine.core import Core
@@ -67,6 +68,27 @@ class Handshaker:
         Raises:
             LinkError: with the status and the reason.
         """
+        return self._call(
+            address, deadline, lambda session: self._introduce(session, address, cluster_id, deadline, comm)
+        )
+
+    def visit(self, address: Address, deadline: Deadline, stay_s: float) -> tuple[Link, Context]:
+        """Introduce this side to the peer that listens at ``address``, but make no link of it.
+
+        What is returned is what paths need. ``LinkEnder.agree`` ends it; after ``stay_s`` the peer ends it by itself.
+
+        Raises:
+            LinkError: as for ``dial``.
+        """
+
+        def meet(session: Session) -> tuple[Link, Context]:
+            link = self._meet(session, address, deadline, stay_s)
+            return link, self._context(link, functools.partial(self._open_forward, link, address))
+
+        return self._call(address, deadline, meet)
+
+    def _call(self, address: Address, deadline: Deadline, then: Callable[[Session], T]) -> T:
+        """Connect, and go on with ``then``; if that fails, nothing is left behind."""
         try:
             sock = self._core.admission.dial(address, Kind.CONTROL, deadline)
         except (NotAdmittedError, TlsError) as error:
@@ -80,7 +102,7 @@ class Handshaker:
         session = Session(Channel(sock, self._core.loop), self._core, self)
         session.channel.start()
         try:
-            return self._introduce(session, address, cluster_id, deadline, comm)
+            return then(session)
         except BaseException as error:
             session.give_up(f"link given up: {error}")
             if isinstance(error, ChannelClosedError):
@@ -91,30 +113,43 @@ class Handshaker:
             if isinstance(error, (NotAdmittedError, ProtocolError)):
                 raise LinkError(LLMStatusCode.LLM_LINK_FAILED, f"{text(address)}: {error}") from error
             if isinstance(error, ReplyTimeoutError):
-                hint = "somebody listens there, but does not answer: see whether it is an LLMDataDist, and not stalled"
+                hint = (
+                    "somebody listens there, but does not answer: see whether it is an LLMDataDist, and not stalled"
+                    " (ps -o stat,pid,args shows T for one that is stopped: kill -CONT PID)"
+                )
                 raise LinkError(
                     LLMStatusCode.LLM_TIMEOUT, f"{text(address)}: {error}", retryable=True, hint=hint
                 ) from error
             raise
 
-    def _introduce(
-        self, session: Session, address: Address, cluster_id: int, deadline: Deadline, comm: str | None
+    def _meet(
+        self, session: Session, address: Address, deadline: Deadline, stay_s: float, comm: str | None = None
     ) -> Link:
+        """Both sides introduce themselves; the peer waits for ``stay_s`` for what comes then."""
         core = self._core
         hello = messages.Hello(
             versions=(messages.VERSION_MIN, messages.VERSION_MAX),
             identity=core.identity,
             remote_accessible=core.options.remote_accessible,
-            timeout_ms=max(1, int(deadline.remaining() * 1000)),
+            timeout_ms=max(1, int(stay_s * 1000)),
             offer=core.offer,
             comm=comm,
         )
         answer, key = introduce(session.channel, core.admission.secret, hello, deadline)
         welcome = _agreed(answer, messages.Welcome)
-        link = Link(Peer(welcome.identity, welcome.offer), session.channel, welcome.link_token, text(address))
+        peer = Peer(welcome.identity, welcome.offer)
+        terms = LinkTerms.of(core.options, welcome.version, secret=key != NO_KEY)
+        link = Link(peer, session.channel, welcome.link_token, text(address), terms)
         link.key = key
         link.dialled = address
         session.introduce(link)
+        return link
+
+    def _introduce(
+        self, session: Session, address: Address, cluster_id: int, deadline: Deadline, comm: str | None
+    ) -> Link:
+        core = self._core
+        link = self._meet(session, address, deadline, deadline.remaining(), comm)
         if link.cluster_id != cluster_id:
             log.warn(
                 "the peer at %s is cluster %d, not %d: use its own id to transfer",
@@ -130,9 +165,9 @@ class Handshaker:
             raise LinkError(LLMStatusCode.LLM_ALREADY_LINK, "the peer has linked this side meanwhile")
         return link
 
-    def _find_path(self, link: Link, open_data: DataConnector, deadline: Deadline) -> str:
+    def _context(self, link: Link, open_data: DataConnector) -> Context:
         core = self._core
-        context = Context(
+        return Context(
             identity=core.identity,
             regions=core.regions,
             copiers=core.copiers,
@@ -141,7 +176,9 @@ class Handshaker:
             fence=functools.partial(_fence, link),
             token=handover_request(link.key, link.token),
         )
-        route = Route(core.options.paths, link.peer, context)
+
+    def _find_path(self, link: Link, open_data: DataConnector, deadline: Deadline) -> str:
+        route = Route(self._core.options.paths, link.peer, self._context(link, open_data))
         link.use(route)
         try:
             return route.connect(deadline).name
@@ -275,6 +312,7 @@ class Handshaker:
             session.channel,
             welcome.link_token,
             text(session.channel.remote_address),
+            LinkTerms.of(self._core.options, welcome.version, secret=key != NO_KEY),
         )
         link.key = key
         link.pending_comm = hello.comm

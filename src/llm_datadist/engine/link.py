@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist.engine.few import Pairing
+    from llm_datadist.engine.options import EngineOptions
     from llm_datadist.net.address import Address
     from llm_datadist.net.channel import Channel
     from llm_datadist.net.loop import Timer
@@ -48,6 +49,38 @@ class LinkState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkTerms:
+    """Under what a link works, from its handshake to its end."""
+
+    version: int
+    """Of the protocol."""
+    remote_accessible: bool
+    """The mode of both sides."""
+    secret: bool
+    """Whether both sides have proved that they know one."""
+    tls: bool
+    """Whether what goes over the network is encrypted."""
+    heartbeat_interval_ms: int
+    heartbeat_timeout_ms: int
+    """As this side is configured."""
+
+    @classmethod
+    def of(cls, options: EngineOptions, version: int, *, secret: bool) -> LinkTerms:
+        """Those of a link that is admitted under these options."""
+        heartbeat = (options.heartbeat_interval_ms, options.heartbeat_timeout_ms)
+        return cls(version, options.remote_accessible, secret, options.tls is not None, *heartbeat)
+
+    def __str__(self) -> str:
+        mode = "remote-accessible mode" if self.remote_accessible else "message mode"
+        guards = [name for name, used in (("secret", self.secret), ("TLS", self.tls)) if used]
+        heartbeat = "no heartbeats"
+        if self.heartbeat_interval_ms:
+            interval, timeout = self.heartbeat_interval_ms / 1000, self.heartbeat_timeout_ms / 1000
+            heartbeat = f"heartbeat after {interval:g} s of silence, given up after {timeout:g} s"
+        return f"{mode}, protocol {self.version}, {' and '.join(guards) or 'neither secret nor TLS'}, {heartbeat}"
+
+
+@dataclass(frozen=True, slots=True)
 class LinkReport:
     """What ``explain`` tells about a link."""
 
@@ -61,12 +94,24 @@ class LinkReport:
     """What became of every path, those in use first."""
     stalled: str | None = None
     """Since when the peer has given no sign of life, if it has been asked for one in vain."""
+    terms: LinkTerms | None = None
+    """None within a process that is linked to itself."""
+    connections: int = 0
+    """Data connections on which this side asks; same-host paths need none."""
+    served: int = 0
+    """Data connections on which the peer asks."""
+    copy_threads: int = 1
+    """How many threads a large transfer may use."""
 
     def __str__(self) -> str:
         who = f"link to cluster {self.cluster_id} at {self.peer_address} (pid {self.peer_pid})"
         lines = [f"{who}: {self.state.name.lower()}, path {self.path or 'none'}"]
         if self.stalled:
             lines[0] += f"; {self.stalled}"
+        if self.terms:
+            threads = f"{self.copy_threads} {'thread' if self.copy_threads == 1 else 'threads'}"
+            work = f"{self.connections} data connections to the peer, {self.served} from it, up to {threads} a transfer"
+            lines += [f"  {self.terms}", f"  {work}"]
         for attempt in self.attempts:
             mark = "*" if attempt.chosen else "-"
             lines.append(f"  {mark} {attempt}")
@@ -174,7 +219,7 @@ class PeerLink(abc.ABC):
 class Link(PeerLink):
     """A link over a control connection. Thread-safe."""
 
-    def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str) -> None:
+    def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str, terms: LinkTerms) -> None:
         super().__init__(peer.offer.digest)
         self.cluster_id = peer.identity.cluster_id
         self.peer = peer
@@ -185,6 +230,7 @@ class Link(PeerLink):
         self.numbers_seen = OnceOnly()
         """Of data connections that the peer has opened. Loop thread."""
         self.address = address
+        self.terms = terms
         self.dialled: Address | None = None
         """Where this side connected to; None if the peer connected."""
         self.deadline: Deadline | None = None
@@ -363,8 +409,8 @@ class Link(PeerLink):
         if self._route is not None:
             self._route.close()
 
-    def report(self) -> LinkReport:
-        """What there is to tell."""
+    def report(self, served: int = 0) -> LinkReport:
+        """What there is to tell; ``served`` is how many data connections the peer asks on."""
         route = self._route
         path = route.path if route else None
         return LinkReport(
@@ -375,4 +421,8 @@ class Link(PeerLink):
             path=path.name if path else None,
             attempts=route.attempts() if route else (),
             stalled=self.stalled,
+            terms=self.terms,
+            connections=route.connections() if route else 0,
+            served=served,
+            copy_threads=route.copy_threads if route else 1,
         )

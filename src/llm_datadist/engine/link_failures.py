@@ -67,7 +67,10 @@ def cannot_connect(error: OSError, where: str, *, late: bool) -> LinkError:
             "the host does not answer: see whether it is up, and whether a firewall drops packets; else give more time"
         )
     elif error.errno == errno.ECONNREFUSED:
-        hint = "nobody listens there: check ip and port, and that the peer was initialised with listen_ip_info"
+        hint = (
+            "nobody listens there: check ip and port, that the peer was initialised with listen_ip_info,"
+            " and that no firewall refuses the port"
+        )
     elif error.errno in _NO_ROUTE:
         hint = "there is no way to that host: check the ip and the network"
     reason, advice = limits.explain(error)

@@ -229,7 +229,7 @@ class NetworkLinks(Links):
         link = self._core.table.get(cluster_id)
         if link is None:  # lost between the two lines
             return self.explain(cluster_id)
-        return link.report()
+        return link.report(self._core.data_server.count(link.token))
 
     def drain(self, deadline: Deadline) -> list[int]:
         """See ``Links.drain``."""

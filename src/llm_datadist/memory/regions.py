@@ -40,6 +40,8 @@ CAPACITY: Final = 1 << 16
 ROW_BYTES: Final = 32
 ALIVE: Final = 1
 NONCE_BYTES: Final = 64
+PROBE_BYTES: Final = 64 << 10
+"""Of the probe region: the nonce, and zeros, so that a path can be measured without touching a cache."""
 
 _TABLE_BYTES: Final = CAPACITY * ROW_BYTES
 _F_SEAL_FUTURE_WRITE: Final = 0x10
@@ -83,7 +85,7 @@ class RegionTable:
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-            self._probe = shared.create("llm-datadist-probe", mmap.PAGESIZE)
+            self._probe = shared.create("llm-datadist-probe", PROBE_BYTES)
             undo.pop_all()
         self.rows: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(CAPACITY, 4)
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
@@ -97,13 +99,13 @@ class RegionTable:
         self._leases: dict[object, Sequence[int]] = {}
         self._waiters = 0
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        """Content of the probe region: a peer that reads it back has proved that its path works."""
+        """Begin of the probe region: a peer that reads it back has proved that its path works."""
         ctypes.memmove(self._probe.base, self.nonce, NONCE_BYTES)
-        self.probe_region = self.add(self._probe.base, NONCE_BYTES)
+        self.probe_region = self.add(self._probe.base, PROBE_BYTES)
 
     @property
     def areas(self) -> list[Area]:
-        """The table, and the page with the probe region, for processes that map them."""
+        """The table, and the memory of the probe region, for processes that map them."""
         return [Area(self._fd, self.rows.ctypes.data, _TABLE_BYTES), self._probe]
 
     @property

@@ -207,6 +207,10 @@ class Path(abc.ABC):
     def abort(self) -> None:
         """Make running transfers fail soon. Idempotent; ``close`` is still needed."""
 
+    def connections(self) -> int:
+        """How many data connections it keeps."""
+        return 0
+
     @abc.abstractmethod
     def describe(self) -> str:
         """One line for ``explain``: how it works here."""

@@ -107,15 +107,15 @@ class Route:
             if path in self._paths:
                 self._paths = tuple(other for other in self._paths if other is not path)
                 self._ended.append(path)
-                self._attempts = [attempt for attempt in self._attempts if attempt.name != path.name]
-                attempt = Attempt(path.name, chosen=False, reason=f"stopped working: {reason}", hint=hint)
-                self._attempts.append(attempt)
+                self._attempts = [each for each in self._attempts if each.name != path.name]
+                ended = Attempt(path.name, chosen=False, reason=f"stopped working: {reason}", hint=hint)
+                self._attempts.append(ended)
                 self._warned = True
-                log.warn("cluster %d is reached over another path from now on: %s", self.cluster_id, attempt)
+                log.warn("cluster %d is reached over another path from now on: %s", self.cluster_id, ended)
 
     def _warn_if_slower(self) -> None:
         """Say once for which reasons that can be helped a path is not the fastest one that both sides permit."""
-        slower = [attempt for attempt in self._attempts if attempt.hint]
+        slower = [each for each in self._attempts if each.hint]
         if slower and not self._warned:
             self._warned = True
             reasons = "; ".join(map(str, slower))
@@ -134,11 +134,11 @@ class Route:
     def attempts(self) -> tuple[Attempt, ...]:
         """What became of every path, those in use first."""
         with self._lock:
-            known = {attempt.name for attempt in self._attempts}
+            known = {each.name for each in self._attempts}
             enough = not self._paths or self._paths[-1].reaches_all
             reason = "not needed" if enough else f"for what {self._paths[-1].name} does not reach, not needed yet"
             unneeded = [Attempt(name, chosen=False, reason=reason) for name in self._left if name not in known]
-            return (*sorted(self._attempts, key=lambda attempt: not attempt.chosen), *unneeded)
+            return (*sorted(self._attempts, key=lambda each: not each.chosen), *unneeded)
 
     def abort(self) -> None:
         """Make running transfers fail soon."""
@@ -162,7 +162,7 @@ class Route:
         while self._left:
             name = self._left[0]
             try:
-                path = self._try(name, deadline)
+                path = attempt(name, self._peer, self._context, deadline)
             except PathRejectedError as rejection:
                 if deadline.expired():  # the path may not be to blame: let a later transfer try it again
                     message = f"the deadline passed while trying the path {name}: {rejection.reason}"
@@ -176,38 +176,54 @@ class Route:
             self._attempts.append(Attempt(name, chosen=True, reason=reason))
             self._left.pop(0)
             return path
-        reasons = "; ".join(str(attempt) for attempt in self._attempts if not attempt.chosen)
+        reasons = "; ".join(str(each) for each in self._attempts if not each.chosen)
         what = "this memory of the peer" if self._paths else "the peer"
         message = f"no path to {what} works ({reasons})"
         raise PathError(message)
 
-    def _try(self, name: str, deadline: Deadline) -> Path:
-        if name not in self._peer.offer.paths:
-            message = "not permitted by the peer's configuration"
-            raise PathRejectedError(message)
-        path = self._connected(name, deadline)
-        try:
-            probe(path, self._peer, deadline)
-        except Exception as error:
-            path.close()
-            if name in registry.BUILT_IN and not isinstance(error, (PathError, RegionError)):
-                raise  # of others' paths we cannot know what they raise
-            hint = error.hint if isinstance(error, (PathRejectedError, PathDeniedError)) else None
-            message = f"the probe failed: {error}"
-            raise PathRejectedError(message, hint) from error
-        return path
+    def connections(self) -> int:
+        """How many data connections the paths in use keep."""
+        return sum(path.connections() for path in self._paths)
 
-    def _connected(self, name: str, deadline: Deadline) -> Path:
-        transport = registry.get(name)
-        try:
-            return transport.connect(self._peer, self._context, deadline)
-        except PathRejectedError:
+    @property
+    def copy_threads(self) -> int:
+        """How many threads a transfer may use."""
+        return self._context.copy_threads
+
+
+def attempt(name: str, peer: Peer, context: Context, deadline: Deadline) -> Path:
+    """A path to a peer that has been probed.
+
+    Raises:
+        PathRejectedError: it does not work.
+    """
+    if name not in peer.offer.paths:
+        message = "not permitted by the peer's configuration"
+        raise PathRejectedError(message)
+    path = _connected(name, peer, context, deadline)
+    try:
+        probe(path, peer, deadline)
+    except Exception as error:
+        path.close()
+        if name in registry.BUILT_IN and not isinstance(error, (PathError, RegionError)):
+            raise  # of others' paths we cannot know what they raise
+        hint = error.hint if isinstance(error, (PathRejectedError, PathDeniedError)) else None
+        message = f"the probe failed: {error}"
+        raise PathRejectedError(message, hint) from error
+    return path
+
+
+def _connected(name: str, peer: Peer, context: Context, deadline: Deadline) -> Path:
+    transport = registry.get(name)
+    try:
+        return transport.connect(peer, context, deadline)
+    except PathRejectedError:
+        raise
+    except Exception as error:
+        if name in registry.BUILT_IN:
             raise
-        except Exception as error:
-            if name in registry.BUILT_IN:
-                raise
-            message = f"it cannot connect: {type(error).__name__}: {error}"
-            raise PathRejectedError(message) from error
+        message = f"it cannot connect: {type(error).__name__}: {error}"
+        raise PathRejectedError(message) from error
 
 
 def probe(path: Path, peer: Peer, deadline: Deadline) -> None:

@@ -167,10 +167,15 @@ class TcpPath(Path):
         for pool in (self._large, self._small):
             pool.abort()
 
+    def connections(self) -> int:
+        """See ``Path.connections``."""
+        return len(self._large) + len(self._small)
+
     def describe(self) -> str:
         """See ``Path.describe``."""
-        count = len(self._large) + len(self._small)
-        return f"{count} persistent data connections, sendmsg/recvmsg between sockets and registered memory"
+        return (
+            f"{self.connections()} persistent data connections, sendmsg/recvmsg between sockets and registered memory"
+        )
 
 
 class _OneExchange(Shortcut):

@@ -51,7 +51,7 @@ class Offer(Struct, frozen=True, kw_only=True):
 
     probe_region: U64
     nonce: Annotated[bytes, Meta(min_length=16, max_length=256)]
-    """Content of the probe region: who reads it back has proved that its path works."""
+    """Begin of the probe region: who reads it back has proved that its path works."""
     table_fd: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     """The memfd of the region table, useful to processes on this host only."""
     paths: Annotated[list[Name], Meta(max_length=32)]

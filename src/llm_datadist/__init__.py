@@ -67,7 +67,7 @@ __all__ = [
     "TransferWithCacheKeyConfig",
 ]
 
-v2_list = list(__all__)
+v2_list: list[str] = list(__all__)
 """The names of the public classes."""
 
 _V1_NAMES = frozenset({"KvCacheManager", "Tensor", "TensorDesc"})

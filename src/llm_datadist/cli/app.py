@@ -22,7 +22,7 @@ from llm_datadist.native.build import main as native_main
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="llm-datadist",
     help="KV-cache transfer between prefill and decode processes.",
     add_completion=False,

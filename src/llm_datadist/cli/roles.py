@@ -64,9 +64,9 @@ class Ends:
         one_sided.enable_remote_cache_accessible = True
         if pool_bytes:
             messages.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
-        self.one_sided = LLMDataDist(role, cluster_id)
+        self.one_sided: LLMDataDist = LLMDataDist(role, cluster_id)
         self.one_sided.init(one_sided.generate_options())
-        self.messages = LLMDataDist(role, cluster_id)
+        self.messages: LLMDataDist = LLMDataDist(role, cluster_id)
         self.messages.init(messages.generate_options())
 
     def close(self) -> None:

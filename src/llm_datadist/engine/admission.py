@@ -47,7 +47,7 @@ class Admission:
         Raises:
             LLMException: LLM_PARAM_INVALID: they cannot be used.
         """
-        self.secret = options.secret
+        self.secret: Secret | None = options.secret
         self._tls: TlsContexts | None = None
         self._open = options.allow_insecure_remote or options.secret is not None or options.tls is not None
         if options.tls is not None:

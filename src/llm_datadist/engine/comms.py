@@ -46,13 +46,13 @@ class Comm:
     def __init__(self, comm_id: int, name: str, ranks: Mapping[int, int], deadline: Deadline) -> None:
         self.comm_id = comm_id
         self.name = name
-        self.ranks = dict(ranks)
+        self.ranks: dict[int, int] = dict(ranks)
         self.deadline = deadline
         self.members: set[int] = set()
         """The others that are linked."""
-        self.status = MemStatus.PREPARING
-        self.reason = ""
-        self.ended = threading.Event()
+        self.status: MemStatus = MemStatus.PREPARING
+        self.reason: str = ""
+        self.ended: threading.Event = threading.Event()
         """Set when the status is final, or when nobody is interested any more."""
         self.rendezvous: list[Address] = []
         """Where this side listens for it."""

@@ -70,11 +70,11 @@ class Core:
         self.options = options
         self.admission = admission
         with contextlib.ExitStack() as undo:
-            self.regions = RegionTable()
+            self.regions: RegionTable = RegionTable()
             undo.callback(self.regions.close)
-            self.loop = Loop(f"datadist-{cluster_id}")
+            self.loop: Loop = Loop(f"datadist-{cluster_id}")
             undo.pop_all()
-        self.identity = Identity(
+        self.identity: Identity = Identity(
             cluster_id=cluster_id,
             incarnation=secrets.token_bytes(16),
             boot_id=boot_id(),
@@ -85,33 +85,33 @@ class Core:
         )
         name = f"datadist-{cluster_id}"
         cores = len(os.sched_getaffinity(0))
-        self.copy_threads = min(_MAX_COPY_THREADS, cores)
-        self.control_workers = Workers(f"{name}-control", _CONTROL_THREADS)
-        self.confirm_workers = Workers(f"{name}-confirm", _CONTROL_THREADS)
+        self.copy_threads: int = min(_MAX_COPY_THREADS, cores)
+        self.control_workers: Workers = Workers(f"{name}-control", _CONTROL_THREADS)
+        self.confirm_workers: Workers = Workers(f"{name}-confirm", _CONTROL_THREADS)
         """Apart from ``control_workers``: peers that do not go on with a handshake hold up other handshakes alone."""
-        self.dial_workers = Workers(f"{name}-dial", _CONTROL_THREADS)
-        self.end_workers = Workers(f"{name}-end", _CONTROL_THREADS)
-        self.serve_workers = Workers(f"{name}-serve", _SERVE_THREADS)
+        self.dial_workers: Workers = Workers(f"{name}-dial", _CONTROL_THREADS)
+        self.end_workers: Workers = Workers(f"{name}-end", _CONTROL_THREADS)
+        self.serve_workers: Workers = Workers(f"{name}-serve", _SERVE_THREADS)
         self.transfer_workers = Workers(f"{name}-transfer", _TRANSFER_THREADS)
-        self.copiers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
-        self.catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
-        self.service = CacheService(self.catalogue, self.regions, self.loop, release)
-        self.recorder = Recorder()
-        self.metrics = Metrics() if options.metrics else None
+        self.copiers: Workers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
+        self.catalogue: Catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
+        self.service: CacheService = CacheService(self.catalogue, self.regions, self.loop, release)
+        self.recorder: Recorder = Recorder()
+        self.metrics: Metrics | None = Metrics() if options.metrics else None
         if self.metrics is not None:
             self.recorder.add(self.metrics)
-        self.data_server = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
-        self.digests = DigestService(self.regions, self.serve_workers)
+        self.data_server: DataServer = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
+        self.digests: DigestService = DigestService(self.regions, self.serve_workers)
         self.mailbox = Mailbox()
-        self.table = LinkTable()
+        self.table: LinkTable = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""
         self.newcomers: WaitingRoom[Session] = WaitingRoom(
             self.loop, share_of_descriptors(_MAX_NEWCOMERS), lambda session, reason: session.channel.close(reason)
         )
         """Control connections that peers have opened, until they have introduced themselves."""
-        self.handover = self._share(pools)
-        self.offer = Offer(
+        self.handover: HandoverServer | None = self._share(pools)
+        self.offer: Offer = Offer(
             probe_region=self.regions.probe_region,
             nonce=self.regions.nonce,
             table_fd=self.regions.fd,
@@ -122,7 +122,7 @@ class Core:
         )
         self.pending: dict[bytes, Link] = {}
         """Links that peers have begun, by token, until they are confirmed."""
-        self.ender = LinkEnder(self.table, self.loop, self._link_ended, self.reached_by)
+        self.ender: LinkEnder = LinkEnder(self.table, self.loop, self._link_ended, self.reached_by)
         inprocess.publish(self.identity.incarnation, self.regions)
 
     def _share(self, pools: Sequence[Area]) -> HandoverServer | None:

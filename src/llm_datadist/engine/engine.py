@@ -83,7 +83,7 @@ class Engine:
             raise _cannot_start(error) from error
         self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
-        self.few = FewTransfers(self._core, self._links)
+        self.few: FewTransfers = FewTransfers(self._core, self._links)
         self._timeout_s = options.sync_timeout_ms / 1000
         self._transfer_ids = itertools.count(secrets.randbits(62) + 1)
         try:

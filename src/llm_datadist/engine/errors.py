@@ -27,7 +27,7 @@ class LinkError(Exception):
 
     def __init__(self, code: LLMStatusCode, reason: str, *, retryable: bool = False, hint: str | None = None) -> None:
         super().__init__(reason)
-        self.code = produced(code)
+        self.code: LLMStatusCode = produced(code)
         self.retryable = retryable
         self.hint = hint
 

@@ -227,7 +227,7 @@ class Link(PeerLink):
         self.token = token
         self.key = NO_KEY
         """With which data connections and the hand-over prove that they belong to it."""
-        self.numbers_seen = OnceOnly()
+        self.numbers_seen: OnceOnly = OnceOnly()
         """Of data connections that the peer has opened. Loop thread."""
         self.address = address
         self.terms = terms
@@ -256,7 +256,7 @@ class Link(PeerLink):
         """Whether it has asked for an orderly end: none of its transfers over the link run any more."""
         self.stalled: str | None = None
         """See ``LinkReport.stalled``."""
-        self.data_numbers = itertools.count(1)
+        self.data_numbers: itertools.count[int] = itertools.count(1)
         """Numbers for the data connections that this side opens."""
         self._arrivals: queue.SimpleQueue[tuple[int, socket.socket] | None] = queue.SimpleQueue()
         self._route: Route | None = None

@@ -43,7 +43,7 @@ class LinkTable:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
+        self.changed: threading.Condition = threading.Condition(self._lock)
         self._links: dict[int, Link] = {}
         self._attempts: set[int] = set()
         self._lost: OrderedDict[int, str] = OrderedDict()
@@ -185,7 +185,7 @@ class Linker:
         self._workers = workers
         self._hixl = hixl
         self._need_local = need_local
-        self.failures = LinkFailures()
+        self.failures: LinkFailures = LinkFailures()
 
     def link(self, peers: Sequence[PeerAddress], timeout_ms: int) -> list[LLMStatusCode]:
         """Link all peers; failures are logged with their reason."""

@@ -69,7 +69,7 @@ class PeerCatalogue:
     """A snapshot of a peer's catalogue (remote-accessible mode)."""
 
     def __init__(self, snapshot: messages.Catalogue) -> None:
-        self.epoch = snapshot.epoch
+        self.epoch: int = snapshot.epoch
         self._caches = {info.cache_id: peer_cache(info) for info in snapshot.caches}
         self._requests = {
             (info.model_id, info.req_id): (info.cache_id, info.batch_index)

@@ -51,7 +51,7 @@ class CacheService:
         self._release = release
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self.num_holds = 0
+        self.num_holds: int = 0
         """Of all peers."""
 
     def fetch(self) -> messages.Catalogue:

@@ -60,7 +60,7 @@ class TransferConfig(Shown):
         src_layer_range: range | None = None,
         src_batch_index: int = 0,
     ) -> None:
-        self.dst_cluster_id = dst_cluster_id
+        self.dst_cluster_id: int = dst_cluster_id
         self.dst_addrs = dst_addrs
         self.src_layer_range = src_layer_range
         self.src_batch_index = src_batch_index

@@ -113,7 +113,7 @@ class Cursor:
         self._ends = np.cumsum(iovecs[:, 1].astype(np.int64))
         self._index = 0
         self._done = 0
-        self.total = int(self._ends[-1]) if len(iovecs) else 0
+        self.total: int = int(self._ends[-1]) if len(iovecs) else 0
 
     @property
     def done(self) -> int:

@@ -27,7 +27,7 @@ class MemoryPool:
         self._shift = page_shift
         self._pages = size >> page_shift
         self._length = length = self._pages << page_shift
-        self.area = shared.create("llm-datadist-pool", length)
+        self.area: shared.Area = shared.create("llm-datadist-pool", length)
         """Its memory, for processes that map it."""
         self._base = self.area.base
         self._open = True

@@ -91,17 +91,17 @@ class RegionTable:
         self.rows[0] = (MAGIC, 1, ALIVE, CAPACITY)
         self._words = memoryview(self.rows.reshape(-1).data)
         """The same words as plain ints: for a few of them far quicker than an array."""
-        self.view = RegionView(self.rows)
+        self.view: RegionView = RegionView(self.rows)
         """For everybody in this process: one of their own would keep the memory of a table that is closed."""
         self._serial = 0
         self._free: list[int] = []
         self._used = 0
         self._leases: dict[object, Sequence[int]] = {}
         self._waiters = 0
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.nonce: bytes = secrets.token_bytes(NONCE_BYTES)
         """Begin of the probe region: a peer that reads it back has proved that its path works."""
         ctypes.memmove(self._probe.base, self.nonce, NONCE_BYTES)
-        self.probe_region = self.add(self._probe.base, PROBE_BYTES)
+        self.probe_region: int = self.add(self._probe.base, PROBE_BYTES)
 
     @property
     def areas(self) -> list[Area]:

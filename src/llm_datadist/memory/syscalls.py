@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Final
+from typing import Any, Final
 
 MAX_IOVECS: Final = 1024
 """Entries that one vectored call takes (UIO_MAXIOV); more is EINVAL."""
@@ -87,8 +87,8 @@ def process_vm_writev(pid: int, local: int, remote: int, count: int) -> int:
 
 
 _bare = ctypes.CDLL(None)
-bare_process_vm_readv = _bare["process_vm_readv"]
-bare_process_vm_writev = _bare["process_vm_writev"]
+bare_process_vm_readv: Any = _bare["process_vm_readv"]
+bare_process_vm_writev: Any = _bare["process_vm_writev"]
 """The same, half a microsecond quicker: every argument must be a ctypes value already, and a failure is -1."""
 for _call in (bare_process_vm_readv, bare_process_vm_writev):
     _call.restype = ctypes.c_ssize_t

@@ -76,12 +76,12 @@ class Channel:
         self._over = threading.Event()
         self._lingering = False
         self._left_loop = False
-        self.heard_at = time.monotonic()
+        self.heard_at: float = time.monotonic()
         """When anything last came from the peer."""
         self.on_over: Callable[[], object] = lambda: None
         self.on_message: Callable[[Channel, Body, int], object] = lambda _channel, _body, _id: None
         self.on_close: Callable[[Channel, str], object] = lambda _channel, _reason: None
-        self.remote_address = _peer_of(sock)
+        self.remote_address: tuple[str, int] = _peer_of(sock)
         """(ip, port) of the other end."""
         sock.settimeout(None)  # calls here say MSG_DONTWAIT themselves
         _tune(sock)

@@ -54,7 +54,7 @@ class HandoverServer(Acceptor):
         Raises:
             OSError: the system gives no such socket.
         """
-        self.name = f"llm-datadist-{secrets.token_hex(16)}"
+        self.name: str = f"llm-datadist-{secrets.token_hex(16)}"
         self._known = known
         self._packet = encode(Handover(areas=[SharedArea(base=area.base, length=area.length) for area in areas]))
         self._descriptors = array.array("i", [area.fd for area in areas])

@@ -60,7 +60,7 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._closed = False
-        self.ended = False
+        self.ended: bool = False
         """Whether its thread runs nothing any more."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         with contextlib.ExitStack() as undo:

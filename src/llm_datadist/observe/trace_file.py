@@ -31,7 +31,7 @@ class TraceFile:
         self._name = name
         self._pid = os.getpid()
         self._events: list[dict[str, Any]] = []
-        self.dropped = 0
+        self.dropped: int = 0
         """Events that were too many."""
 
     def transfer(self, event: Transfer) -> None:

@@ -73,7 +73,7 @@ class Route:
         self._ended: list[Path] = []
         self._warned = False
         self._closed = False
-        self.cluster_id = peer.identity.cluster_id
+        self.cluster_id: int = peer.identity.cluster_id
 
     def connect(self, deadline: Deadline, beyond: Path | None = None) -> Path:
         """The path in use, or the one for what lies ``beyond`` a path; finds one first if there is none.

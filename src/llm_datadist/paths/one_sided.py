@@ -84,7 +84,7 @@ class OneSidedPath(Path):
         """
         self.pid = pid
         self.view = view
-        self.aborted = False
+        self.aborted: bool = False
         self._end = end
         self._poll = _poll_for_end(end).poll
         self._copiers = context.copiers

@@ -72,7 +72,7 @@ class Asker:
         except OSError as error:
             sock.close()
             raise translate(error, "before the first byte") from error
-        self.under_way = 0
+        self.under_way: int = 0
         """Requests that are not answered yet."""
 
     @property

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.paths.base import Path
     from llm_datadist.testing.ends import PathEnds
+    from llm_datadist.testing.owner import MemoryOwner
 
     U8 = NDArray[np.uint8]
     Run = tuple[int, int, int]
@@ -50,7 +51,7 @@ class Here:
         self.whole: U8 = self._room[begin : begin + size + 2 * GUARD]
         self.whole[:] = POISON
         self.content: U8 = self.whole[GUARD:-GUARD]
-        self.base = self.content.ctypes.data
+        self.base: int = self.content.ctypes.data
         ends.register_here(self.base, size)
 
 
@@ -58,10 +59,10 @@ class Field:
     """As many tensors here as at the owner, of equal size, one to one."""
 
     def __init__(self, ends: PathEnds, tensors: int, size: int, shifts: tuple[int, int] = (0, 0)) -> None:
-        self.owner = ends.owner
+        self.owner: MemoryOwner = ends.owner
         self.size = size
-        self.here = [Here(ends, size, shifts[0]) for _ in range(tensors)]
-        self.there = [self.owner.register(size, shifts[1]) for _ in range(tensors)]
+        self.here: list[Here] = [Here(ends, size, shifts[0]) for _ in range(tensors)]
+        self.there: list[int] = [self.owner.register(size, shifts[1]) for _ in range(tensors)]
 
     def prepare(self, op: Op) -> None:
         """New bytes into the source, old ones into the destination; they differ from tensor to tensor."""

@@ -102,7 +102,7 @@ class Owner:
 
     def __init__(self, token: bytes = TOKEN) -> None:
         """Start the threads, and listen on the loopback interface."""
-        self.table = RegionTable()
+        self.table: RegionTable = RegionTable()
         self._area = shared.create("llm-datadist-conformance", _ROOM)
         self._used = 0
         self._places: dict[int, tuple[int, int]] = {}
@@ -116,7 +116,7 @@ class Owner:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._accepting = threading.Thread(target=self._accept, name="conformance-accept", daemon=True)
         self._accepting.start()
-        self.identity = identity()
+        self.identity: Identity = identity()
         inprocess.publish(self.identity.incarnation, self.table)
 
     def introduce(self, paths: list[str]) -> Introduction:

@@ -13,8 +13,8 @@ class Deadline:
     def __init__(self, at: float, transfer_id: int = 0) -> None:
         """``transfer_id`` names the transfer that it belongs to, in messages on both sides; 0 if there is none."""
         self._at = at
-        self.transfer_id = transfer_id
-        self.queued_s = 0.0
+        self.transfer_id: int = transfer_id
+        self.queued_s: float = 0.0
         """How long the operation has waited for its turn, so far."""
 
     @classmethod

@@ -73,7 +73,7 @@ class Side:
         count = parts if case.total_bytes >= _PARALLEL_BYTES else 1
         marks = [case.total_bytes * part // count for part in range(1, count)]
         cuts = [0, *(np.searchsorted(ends, marks) + 1).tolist(), len(lengths)]
-        self.parts = [self._batches(lengths, a, b) for a, b in itertools.pairwise(cuts) if a < b]
+        self.parts: list[list[Batch]] = [self._batches(lengths, a, b) for a, b in itertools.pairwise(cuts) if a < b]
 
     def _batches(self, lengths: I64, start: int, stop: int) -> list[Batch]:
         base = self._iovecs.ctypes.data + self._iovecs.strides[0] * start
@@ -230,7 +230,7 @@ class Memcpy(Contestant):
     def open(self, offer: Offer) -> None:
         """See ``Contestant.open``."""
         del offer
-        self.selection = cases.Selection.identity(self.case)
+        self.selection: cases.Selection = cases.Selection.identity(self.case)
         self._source = cases.Tensors(self.case)
 
     def fill(self, seed: int) -> None:

@@ -67,7 +67,7 @@ class Soak:
     """Processes and what they have to do."""
 
     def __init__(self, processes: int, seed: int) -> None:
-        self.tally = Tally()
+        self.tally: Tally = Tally()
         self._schedule = Schedule(seed, processes)
         self._groups = groups(processes)
         self._ready: dict[Place, Ready] = {}

@@ -36,6 +36,7 @@ from llm_datadist.cli.soak.plan import BATCH, BLOCKS, ENTRY_BLOCKS, NUM_LAYERS, 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist import Cache
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.cli.kv import U8, U32
     from llm_datadist.cli.soak.orders import Move, Verify
@@ -71,8 +72,8 @@ class Views:
         entries = CacheDesc(tensors, [BATCH, ENTRY_BLOCKS * block_bytes], DataType.DT_UINT8)
         self._allocated = self._manager.allocate_blocks_cache(blocks) if pool else None
         if self._allocated is not None:
-            self.addrs = list(self._allocated.tensor_addrs)
-            self.tensors = kv.tensors_at(self.addrs, shape, BLOCKS)
+            self.addrs: list[int] = list(self._allocated.tensor_addrs)
+            self.tensors: list[U8] = kv.tensors_at(self.addrs, shape, BLOCKS)
         else:
             self.tensors = list(np.empty((tensors, BLOCKS, block_bytes), dtype=np.uint8))
             self.addrs = [int(tensor.ctypes.data) for tensor in self.tensors]
@@ -80,8 +81,8 @@ class Views:
         accessible = place.lane is not Lane.MESSAGES
         key = BlocksCacheKey(place.cluster_id, model_id) if accessible else None
         keys = [] if accessible else [CacheKey(place.cluster_id, entry, model_id) for entry in range(BATCH)]
-        self.blocks = self._manager.register_blocks_cache(blocks, self.addrs, key)
-        self.entries = self._manager.register_cache(entries, self.addrs, keys)
+        self.blocks: Cache = self._manager.register_blocks_cache(blocks, self.addrs, key)
+        self.entries: Cache = self._manager.register_cache(entries, self.addrs, keys)
 
     def close(self) -> None:
         """Take the memory back."""

@@ -131,7 +131,7 @@ def hosted(library: Path, path: str) -> None:
 
 
 if __name__ == "__main__":
-    build = Path(sys.argv[1])
+    build: Path = Path(sys.argv[1])
     for each in ("process_vm", "tcp"):
         python_begins(build / "tests" / "interop_peer", each)
     for each in ("inprocess,process_vm,tcp", "tcp"):

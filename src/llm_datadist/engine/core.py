@@ -92,7 +92,7 @@ class Core:
         self.dial_workers: Workers = Workers(f"{name}-dial", _CONTROL_THREADS)
         self.end_workers: Workers = Workers(f"{name}-end", _CONTROL_THREADS)
         self.serve_workers: Workers = Workers(f"{name}-serve", _SERVE_THREADS)
-        self.transfer_workers = Workers(f"{name}-transfer", _TRANSFER_THREADS)
+        self.transfer_workers: Workers = Workers(f"{name}-transfer", _TRANSFER_THREADS)
         self.copiers: Workers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
         self.catalogue: Catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
         self.service: CacheService = CacheService(self.catalogue, self.regions, self.loop, release)
@@ -102,7 +102,7 @@ class Core:
             self.recorder.add(self.metrics)
         self.data_server: DataServer = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
         self.digests: DigestService = DigestService(self.regions, self.serve_workers)
-        self.mailbox = Mailbox()
+        self.mailbox: Mailbox = Mailbox()
         self.table: LinkTable = LinkTable()
         self.sessions: set[Session] = set()
         """Of all control connections."""

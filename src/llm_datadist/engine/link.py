@@ -221,7 +221,7 @@ class Link(PeerLink):
 
     def __init__(self, peer: Peer, channel: Channel, token: bytes, address: str, terms: LinkTerms) -> None:
         super().__init__(peer.offer.digest)
-        self.cluster_id = peer.identity.cluster_id
+        self.cluster_id: int = peer.identity.cluster_id
         self.peer = peer
         self.channel = channel
         self.token = token

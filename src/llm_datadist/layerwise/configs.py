@@ -143,7 +143,7 @@ class TransferWithCacheKeyConfig(Shown):
         check_equal_length(src_layer_range, dst_layer_range)
         utils.check_uint32("src_batch_index", src_batch_index)
         self.src_batch_index = src_batch_index
-        self.dst_cluster_id = cache_key.cluster_id
+        self.dst_cluster_id: int = cache_key.cluster_id
         """Cluster id of the key given first; what is sent goes to the peer of the present ``cache_key``."""
 
     @property

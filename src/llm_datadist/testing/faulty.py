@@ -101,8 +101,8 @@ class FaultyPath(Path):
     """
 
     def __init__(self, path: Path, faults: Faults) -> None:
-        self.name = path.name
-        self.reaches_all = path.reaches_all
+        self.name: str = path.name
+        self.reaches_all: bool = path.reaches_all
         self._path = path
         self._faults = faults
         self._changed = threading.Condition()
@@ -176,7 +176,7 @@ class FaultyTransport(Transport):
     """Makes the paths of another transport, with faults."""
 
     def __init__(self, transport: Transport, faults: Faults) -> None:
-        self.name = transport.name
+        self.name: str = transport.name
         self._transport = transport
         self._faults = faults
 

@@ -74,7 +74,7 @@ class Contestant(ABC):
     def __init__(self, options: argparse.Namespace, case: Case, seed: int, tensors: cases.Tensors) -> None:
         self.options = options
         self.case = case
-        self.selection = cases.Selection.of(case, seed)
+        self.selection: cases.Selection = cases.Selection.of(case, seed)
         self.tensors = tensors
 
     @property

@@ -13,11 +13,11 @@ from llm_datadist.cli.bench.units import format_bytes, parse_bytes
 from llm_datadist.cli.models import BLOCK_TOKENS, MODELS, ModelName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from llm_datadist.cli.models import CacheShape
 
-BESIDE: Final = {
+BESIDE: Final[Mapping[str, tuple[Contestant, ...]]] = {
     "process_vm": (Contestant.OURS, Contestant.LIMIT_PROCESS_VM, Contestant.LIMIT_MEMCPY),
     "tcp": (Contestant.OURS, Contestant.LIMIT_SOCKETS),
 }

@@ -30,7 +30,7 @@ class Show:
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
-        self.bar = Progress(
+        self.bar: Progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),

@@ -16,7 +16,8 @@ import pytest
 
 from expect import expect
 from few_kit import BLOCKS, SOURCE, TARGET, blocks_of, make_pair, moved, same
-from layerwise_kit import Ready, cache, engine_of
+from layerwise_kit import Ready, by_key, cache, engine_of
+from layerwise_kit import start as begin_layers
 from llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
@@ -454,6 +455,32 @@ def test_the_request_is_that_of_the_blocking_call(method: str, notify: bytes | N
         each["src_blocks"], each["dst_blocks"] = list(each["src_blocks"] or ()), list(each["dst_blocks"] or ())
     assert fields[0] == fields[1]
     assert background.notify == notify
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_callback_of_a_layer_wise_task_is_called_without_its_lock(cancel: bool) -> None:
+    """It may wait for others that look at the task."""
+    ready, seen = threading.Event(), []
+    task = begin_layers(
+        manager(**ACCESSIBLE),
+        transfer_configs=[by_key()],
+        layer_synchronizer=Ready(lambda _layer: ready.wait(TIMEOUT_S)),
+    )
+
+    def look() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(lambda: (task.done(), task.get_errors())).result(TIMEOUT_S)[0])
+
+    task.add_done_callback(look)
+    assert not task.done()
+    if cancel:
+        assert task.cancel()
+        assert seen == [True]
+    ready.set()
+    assert WAYS["callback"](task) is (LLMStatusCode.LLM_FAILED if cancel else OK)
+    assert seen == [True]
+    task.add_done_callback(look)
+    assert seen == [True, True]
 
 
 def test_a_push_of_nothing_has_ended_already() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import mmap
 import os
 import re
@@ -14,13 +15,19 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from cli_kit import run
 from few_kit import make_pair
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist.cli.top.command import Watch
+from llm_datadist.cli.top.scrape import url_of
+from llm_datadist.cli.top.show import view
 from llm_datadist.net.address import text
 from llm_datadist.utils.deadline import Deadline
 from peers import TIMEOUT_S, Peers
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from peers import Node, Peer
 
 PAGE = Path(__file__).parent.parent / "docs" / "diagnosis.md"
+_DRAWING = PAGE.parent / "drawings" / "top.svg"
 SCREEN = 25
 """Lines of a first screen."""
 _CACHE_BYTES = 64 << 20
@@ -154,15 +162,36 @@ def _well(peers: Peers) -> str:
     return _ping(peers.make(1, mem_pool_cfg='{"memory_size": 16777216}'))
 
 
-def _top(peers: Peers) -> str:
-    client, server = make_pair(peers, "process_vm", metrics=True)
+@contextlib.contextmanager
+def busy(peers: Peers) -> Iterator[list[str]]:
+    """Two processes that are at work over TCP, one of which has failed once; their endpoints."""
+    client, server = make_pair(peers, "tcp", metrics=True)
     endpoints = [each.call(serve_metrics) for each in (client, server)]
     client.call(fail_once, 2)
     client.begin(keep_pulling, 2, "stop")
     try:
-        return run("top", "--once", "--interval", "1", *endpoints).stdout
+        yield endpoints
     finally:
         client.call(stop_pulling, "stop")
+
+
+def _top(peers: Peers) -> str:
+    with busy(peers) as endpoints:
+        return run("top", "--once", "--interval", "1", *endpoints).stdout
+
+
+def draw(peers: Peers) -> str:
+    """What top shows on a terminal, as a drawing."""
+    console = Console(record=True, width=126, force_terminal=True, file=io.StringIO())
+    with busy(peers) as endpoints:
+        watch = Watch([url_of(endpoint) for endpoint in endpoints])
+        watch.look()
+        time.sleep(1)
+        console.print(view(watch.look(), 1.0))
+        watch.close()
+    drawn = console.export_svg(title="llm-datadist top", unique_id="top")
+    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # nothing is fetched from elsewhere
+    return drawn.replace("Fira Code, monospace", "monospace")
 
 
 SITUATIONS = (
@@ -223,6 +252,11 @@ def record() -> None:
         page, count = pattern.subn(lambda _found, text=f"{fence}{shown}\n```": text, page)
         assert count == 1, situation.name
     PAGE.write_text(page, encoding="utf-8")
+    peers = Peers()
+    try:
+        _DRAWING.write_text(draw(peers), encoding="utf-8")
+    finally:
+        peers.close()
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cli_kit import run
+from hosts_kit import network, process_in
 from llm_datadist import LLMStatusCode
+from llm_datadist.cli.ping import command
 from llm_datadist.cli.ping.command import parse_target
+from llm_datadist.engine.options import EngineOptions
 from llm_datadist.memory.regions import NONCE_BYTES, PROBE_BYTES, RegionTable
 from llm_datadist.net.address import text
 from llm_datadist.utils.deadline import Deadline
-from peers import close_off
+from peers import Peer, close_off
 from security_kit import (
     SECRET,
     certificates,
@@ -38,7 +41,8 @@ from test_links import free_port
 if TYPE_CHECKING:
     import subprocess
 
-    from peers import Node, Peer, Peers
+    from llm_datadist.cli.ping.report import Report
+    from peers import Node, Peers
 
 POOL = '{"memory_size": 16777216}'
 OTHER_SECRET = "fedcba9876543210-secret"
@@ -265,6 +269,28 @@ def test_another_host_without_protection() -> None:
     """Nothing is sent there: the address is of nobody."""
     told = failure("192.0.2.1:26000")
     assert "on another host, where a link needs protection: set one secret on both sides" in told
+
+
+def ping_from(_node: Node, target: str) -> Report:
+    """In the child: what the command would find."""
+    return command.ping(target, EngineOptions.parse({"llm.Role": "Mix"}), 10.0)
+
+
+def test_another_host(peers: Peers) -> None:
+    with network() as net:
+        here, there = net.pair()
+        server = peers.make(1, process=process_in(peers, there.host), listen_ip_info=f"{there.address}:0")
+        client = Peer(process_in(peers, here.host), "client")
+        told = client.call(ping_from, text(server.address))
+        assert told.ok, told.tried
+        assert (told.peer.same_host, told.peer.path) == (False, "tcp")
+        reasons = {finding.name: finding.reason for finding in told.peer.paths}
+        assert reasons["process_vm"] == reasons["mapped"] == "the peer is on another host"
+        strict = Peer(process_in(peers, here.host, permit=False), "strict")
+        told = strict.call(ping_from, text(server.address))
+        assert not told.ok
+        assert "allow_insecure_remote = True" in told.tried[0].cause
+        peers.close()
 
 
 def test_a_name_that_is_not_known() -> None:

@@ -85,7 +85,7 @@ class Engine:
         self._transfers = Transfers(self._core, self._links)
         self.few: FewTransfers = FewTransfers(self._core, self._links)
         self._timeout_s = options.sync_timeout_ms / 1000
-        self._transfer_ids = itertools.count(secrets.randbits(62) + 1)
+        self._transfer_ids = itertools.count(int.from_bytes(secrets.token_bytes(7), "big") + 1)
         try:
             self._links.listen(options.listen)
         except BaseException:

@@ -31,6 +31,7 @@ from llm_datadist.observe import (
     Step,
     TraceFile,
     Transfer,
+    TransferLog,
 )
 from llm_datadist.observe.metrics import SECONDS_BOUNDS
 from llm_datadist.observe.otel import OtelSpans
@@ -40,6 +41,7 @@ from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
 from loopback_kit import loopback_config
+from net_helpers import logged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -294,6 +296,19 @@ def test_the_board_asks_for_metrics_that_exist() -> None:
     asked = set(re.findall(r"llm_datadist_[a-z_]+", BOARD.read_text(encoding="utf-8")))
     assert asked
     assert {re.sub(r"_(total|bucket|sum|count)$", "", each) for each in asked} <= names
+
+
+def test_the_log_has_a_line_for_each() -> None:
+    with logged() as records:
+        TransferLog().transfer(transfer())
+        TransferLog().transfer(transfer(path="", status="LLM_TIMEOUT", steps=()))
+        TransferLog().served(served())
+    name = f"transfer {7:016x}"
+    assert [record.getMessage() for record in records] == [
+        f"{name}: pull_blocks, cluster 3, over tcp: LLM_SUCCESS, 4096 bytes in 5.000 ms (plan 1.000, copy 4.000)",
+        f"{name}: pull_blocks, cluster 3, over no path: LLM_TIMEOUT, 4096 bytes in 5.000 ms ()",
+        f"{name}: served a read of cluster 2: ok, 4096 bytes in 3.000 ms",
+    ]
 
 
 class TestTraceFile:

@@ -12,7 +12,7 @@ import pytest
 
 from few_kit import BLOCK_BYTES, TARGET, TENSORS, attempt, make_pair
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist.observe import Histogram, TraceFile
+from llm_datadist.observe import Histogram, TraceFile, TransferLog
 from llm_datadist.observe.trace_file import join
 
 if TYPE_CHECKING:
@@ -141,3 +141,21 @@ def test_the_id_stands_in_the_exception_and_its_text(peers: Peers) -> None:
     assert f"(transfer {identity:016x})" in text
     again, _ = client.call(failure_of, 99)
     assert again not in (None, identity)
+
+
+def test_a_line_in_the_log_for_each_transfer_where_that_is_wanted(peers: Peers) -> None:
+    process = peers.process(verbose)
+    server = peers.make(2, process=process, paths="process_vm")
+    client = peers.make(1, listen=False, paths="process_vm")
+    for peer, wanted in ((server, True), (client, False)):
+        assert peer.call(logs_transfers) == wanted
+
+
+def verbose() -> None:
+    """In a child, before it logs anything."""
+    os.environ["ASCEND_GLOBAL_LOG_LEVEL"] = "0"
+
+
+def logs_transfers(node: Node) -> bool:
+    """In the child."""
+    return any(isinstance(each, TransferLog) for each in node.datadist._engine._core.recorder.observers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,7 @@ from llm_datadist.net.waiting import WaitingRoom, share_of_descriptors
 from llm_datadist.net.workers import Workers
 from llm_datadist.observe.metrics import Metrics
 from llm_datadist.observe.recorder import Recorder
+from llm_datadist.observe.transfer_log import TransferLog
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.ladder import one_sided
 from llm_datadist.paths.mapped import Mapped
@@ -100,6 +102,8 @@ class Core:
         self.metrics: Metrics | None = Metrics() if options.metrics else None
         if self.metrics is not None:
             self.recorder.add(self.metrics)
+        if log.get_logger().isEnabledFor(logging.DEBUG):
+            self.recorder.add(TransferLog())
         self.data_server: DataServer = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
         self.digests: DigestService = DigestService(self.regions, self.serve_workers)
         self.mailbox: Mailbox = Mailbox()

@@ -8,6 +8,7 @@ from llm_datadist.observe.events import Observer, Phase, Served, Step, Transfer
 from llm_datadist.observe.metrics import Family, Histogram, Kind, Metrics, Sample
 from llm_datadist.observe.recorder import Recorder, Watch
 from llm_datadist.observe.trace_file import TraceFile
+from llm_datadist.observe.transfer_log import TransferLog
 
 __all__ = [
     "Family",
@@ -22,5 +23,6 @@ __all__ = [
     "Step",
     "TraceFile",
     "Transfer",
+    "TransferLog",
     "Watch",
 ]

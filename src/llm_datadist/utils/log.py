@@ -74,6 +74,11 @@ def get_logger() -> logging.Logger:
     return logger
 
 
+def debug(message: str, *args: object) -> None:
+    """Log ``message % args`` at DEBUG; the record names the caller of this function."""
+    get_logger().debug(message, *args, stacklevel=2)
+
+
 def info(message: str, *args: object) -> None:
     """Log ``message % args`` at INFO; the record names the caller of this function."""
     get_logger().info(message, *args, stacklevel=2)

@@ -112,9 +112,10 @@ def script_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.name)
-def test_snippets_run_one_after_the_other(page: Path) -> None:
+def test_snippets_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script_of(page)],
+        cwd=tmp_path,  # some write files
         capture_output=True,
         text=True,
         timeout=WAIT_S,

@@ -156,7 +156,7 @@ def process_in(peers: Peers, host: Host, *, permit: bool = True) -> Process:
     return peers.process(functools.partial(enter, host.name, str(host.boot_id), permit=permit))
 
 
-def enter(namespace: str, boot_id: str, *, permit: bool) -> None:
+def enter(namespace: str, boot_id: str, *, permit: bool = True) -> None:
     """In a child, before it has threads: go to a host."""
     libc = ctypes.CDLL(None, use_errno=True)
 

@@ -52,7 +52,8 @@ three = LLMDataDist(LLMRole.MIX, 3)
 three.init(pool.generate_options())
 three.cache_manager.allocate_cache(CacheDesc(2, [8, 4096], DataType.DT_UINT8))
 """
-WAIT = "\nprint('under way', flush=True)\nthreading.Event().wait(60)"
+# In slices: of a signal just before it begins to wait, Python hears only when the wait is over.
+WAIT = "\nprint('under way', flush=True)\nfor _ in range(600):\n    threading.Event().wait(0.1)"
 ENDINGS = {
     "end": ("under_way(True)", 0),
     "exit": ("under_way(True); sys.exit(3)", 3),

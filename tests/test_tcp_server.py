@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SIZE = 64
 TIMEOUT_MS = 20_000
+KINDS = (np.uint64, np.int64, np.int64, np.int64)
 UNKNOWN = 77 << 16 | 9
 
 
@@ -249,3 +251,37 @@ def test_a_connection_that_comes_after_the_end_is_closed() -> None:
         _, asking = made.connect()
         with asking:
             assert ended(asking)
+
+
+def test_who_gives_up_what_is_being_given_up_waits_for_it_too() -> None:
+    """The end of a link closes a connection while a write is stored; then its asker wants to know when that is over."""
+    with owner() as made:
+        (target,) = memory(1, SIZE)
+        region = made.add(target)
+        stored, go_on = threading.Event(), threading.Event()
+        lease = made.table.lease
+
+        @contextlib.contextmanager
+        def slow(regions: list[int]) -> Iterator[None]:
+            with lease(regions):
+                yield
+                stored.set()
+                assert go_on.wait(WAIT_S)
+
+        made.table.lease = slow  # type: ignore[assignment, method-assign]
+        number, sock = made.connect()
+        with sock:
+            table = encode_spans(
+                *(np.array([word], dtype=kind) for word, kind in zip((region, 0, 0, SIZE), KINDS, strict=True))
+            )
+            sock.sendall(Request(Op.WRITE, 1, 1, 0, SIZE, TIMEOUT_MS).encode() + table + bytes(SIZE))
+            assert stored.wait(WAIT_S)
+            ends = [threading.Event() for _ in range(3)]
+            for numbers, end in zip((None, [number], [number]), ends, strict=True):
+                made.server.give_up(TOKEN, numbers, end.set)
+            assert not any(end.is_set() for end in ends)
+            go_on.set()
+            assert all(end.wait(WAIT_S) for end in ends)
+            later = threading.Event()
+            made.server.give_up(TOKEN, [number], later.set)
+            assert later.is_set()

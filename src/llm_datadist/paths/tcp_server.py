@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -65,6 +66,8 @@ class DataServer:
         self._workers = workers
         self._lock = threading.Lock()
         self._served: dict[tuple[bytes, int], _Served] = {}
+        self._ending: dict[tuple[bytes, int], _Served] = {}
+        """Given up, with a request that may still run."""
         self._given_up: dict[bytes, set[int]] = {}
         self._closed = False
 
@@ -102,11 +105,21 @@ class DataServer:
             else:
                 # One that has not arrived yet must not be served when it does: its asker has been told that it is over.
                 self._given_up.setdefault(token, set()).update(numbers)
-            keys = [key for key in self._served if key[0] == token and (numbers is None or key[1] in numbers)]
-            ending = [self._served.pop(key) for key in keys]
+            # Also those that were given up a moment ago for another reason: a request on them may still run.
+            known = self._ending | self._served
+            keys = [key for key in known if key[0] == token and (numbers is None or key[1] in numbers)]
+            ending = [known[key] for key in keys]
+            for key in keys:
+                self._ending[key] = known[key]
+                self._served.pop(key, None)
         countdown = _Countdown(len(ending), then)
-        for served in ending:
-            self._close(served, countdown.one)
+        for key, served in zip(keys, ending, strict=True):
+            self._close(served, functools.partial(self._gone, key, countdown.one))
+
+    def _gone(self, key: tuple[bytes, int], then: Callable[[], object]) -> None:
+        with self._lock:
+            self._ending.pop(key, None)
+        then()
 
     def close(self) -> None:
         """Close all connections; idempotent."""

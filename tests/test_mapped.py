@@ -21,6 +21,7 @@ from llm_datadist.memory import syscalls
 from peers import GUARD, POISON, Node, Peer, Peers, array_at, close_off
 from test_faults import go_on, register_wild, stop
 from test_links import explain, pull_one, with_caches
+from test_observe_engine import read
 
 OK = LLMStatusCode.LLM_SUCCESS
 POOL = '{"memory_size": 268435456, "page_shift": 12}'
@@ -125,8 +126,8 @@ def test_the_owner_has_no_part_in_it(peers: Peers) -> None:
 
 @pytest.mark.parametrize("accessible", [True, False])
 def test_other_memory_takes_the_next_path(peers: Peers, accessible: bool) -> None:
-    """Without giving the mapped one up, in both modes."""
-    properties = {"enable_remote_cache_accessible": accessible, "paths": "process_vm,mapped,tcp"}
+    """Without giving the mapped one up, in both modes; what falls back is counted."""
+    properties = {"enable_remote_cache_accessible": accessible, "paths": "process_vm,mapped,tcp", "metrics": True}
     server, client = make(peers, 1, **properties), make(peers, 2, listen=False, **properties)
     server.call(allocate, "pool", 7, 0)
     server.call("register_blocks", "other", TENSORS, BLOCKS, BLOCK_BYTES, model_id=1, seed=8)
@@ -142,6 +143,9 @@ def test_other_memory_takes_the_next_path(peers: Peers, accessible: bool) -> Non
     text = str(client.call(explain, 1))
     assert "path mapped" in text
     assert "* tcp: for what mapped does not reach: " in text
+    # Small transfers between caches that a catalogue has named remember where they have to go.
+    times = 1 if accessible else 4
+    assert client.call(read, "fallbacks", {"path": "mapped", "reason": "out_of_reach"}) == times
 
 
 def register_half(node: Node) -> None:

@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llm_datadist import LLMDataDist, LLMRole
 from llm_datadist.observe import (
+    Fallback,
+    FallbackReason,
     Family,
     Histogram,
     Kind,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MS = 10**6
+LEFT = (Fallback("mapped", FallbackReason.OUT_OF_REACH), Fallback("process_vm", FallbackReason.DENIED))
 BOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "llm-datadist.json"
 
 
@@ -203,6 +206,15 @@ class TestMetrics:
         assert isinstance(copy, Histogram)
         assert (copy.count, copy.total) == (1, pytest.approx(0.004))
 
+    def test_paths_that_were_left(self) -> None:
+        metrics = Metrics()
+        for left in (LEFT, LEFT[:1], ()):
+            metrics.transfer(transfer(fallbacks=left))
+        left = family(metrics, "fallbacks")
+        assert left.value(path="mapped", reason="out_of_reach") == 2
+        assert left.value(path="process_vm", reason="denied") == 1
+        assert left.value(path="mapped", reason="denied") is None
+
     def test_requests_of_peers(self) -> None:
         metrics = Metrics()
         metrics.served(served())
@@ -301,11 +313,14 @@ def test_the_board_asks_for_metrics_that_exist() -> None:
 def test_the_log_has_a_line_for_each() -> None:
     with logged() as records:
         TransferLog().transfer(transfer())
+        TransferLog().transfer(transfer(fallbacks=LEFT))
         TransferLog().transfer(transfer(path="", status="LLM_TIMEOUT", steps=()))
         TransferLog().served(served())
     name = f"transfer {7:016x}"
+    left = ", not over mapped (out_of_reach), not over process_vm (denied)"
     assert [record.getMessage() for record in records] == [
         f"{name}: pull_blocks, cluster 3, over tcp: LLM_SUCCESS, 4096 bytes in 5.000 ms (plan 1.000, copy 4.000)",
+        f"{name}: pull_blocks, cluster 3, over tcp{left}: LLM_SUCCESS, 4096 bytes in 5.000 ms (plan 1.000, copy 4.000)",
         f"{name}: pull_blocks, cluster 3, over no path: LLM_TIMEOUT, 4096 bytes in 5.000 ms ()",
         f"{name}: served a read of cluster 2: ok, 4096 bytes in 3.000 ms",
     ]

@@ -34,6 +34,7 @@ from llm_datadist import LLMStatusCode
 from peers import TIMEOUT_S, Node, Peer
 from test_links import explain
 from test_mapped_faults import enter_pid_namespace
+from test_observe_engine import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -286,13 +287,16 @@ def test_denied_in_the_middle_of_transfers(
 
 def test_the_peer_closes_itself_off_later(peers: Peers) -> None:
     """It is not dumpable any more, while the link is up: the memory that is mapped stays, the calls are refused."""
-    server, client = (observed(peers, number, peers.process(plain)) for number in (1, 2))
+    server, client = (observed(peers, number, peers.process(plain), metrics=True) for number in (1, 2))
     with_caches(server, client)
     assert client.link(server) == OK
     transfer_all(client, server)
     assert client.call("path", 1) == "process_vm"
+    denied = {"path": "process_vm", "reason": "denied"}
+    assert client.call(read, "fallbacks", denied) is None
     server.call(close_self_off)
     transfer_all(client, server)
+    assert client.call(read, "fallbacks", denied) == 1
     assert client.call("path", 1) == "tcp"
     (warning,) = client.call(logged)
     assert "process_vm: stopped working: " in warning

@@ -32,7 +32,7 @@ from llm_datadist.engine.verify import Verifier
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.observe.events import Phase
+from llm_datadist.observe.events import FallbackReason, Phase
 from llm_datadist.paths.base import OutOfReachError, PathDeniedError, PathError, PathTimeoutError
 from llm_datadist.status import LLMStatusCode, code_2_status
 from llm_datadist.wire import messages
@@ -302,8 +302,10 @@ class Transfers:
                 try:
                     (path.read if pull else path.write)(spans, deadline, epoch)
                 except PathDeniedError as error:
+                    call.watch.leave(name, FallbackReason.DENIED)
                     link.demote(path, str(error), error.hint)
                 except OutOfReachError:
+                    call.watch.leave(name, FallbackReason.OUT_OF_REACH)
                     beyond = path
                 else:
                     if self._verifier is not None:

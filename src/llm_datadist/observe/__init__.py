@@ -4,13 +4,15 @@ Nothing is measured while nobody observes. ``Recorder`` is what the engine tells
 ``Metrics`` counts, ``TraceFile`` writes one file for a trace viewer. ``prometheus`` and ``otel`` need their extras.
 """
 
-from llm_datadist.observe.events import Observer, Phase, Served, Step, Transfer
+from llm_datadist.observe.events import Fallback, FallbackReason, Observer, Phase, Served, Step, Transfer
 from llm_datadist.observe.metrics import Family, Histogram, Kind, Metrics, Sample
 from llm_datadist.observe.recorder import Recorder, Watch
 from llm_datadist.observe.trace_file import TraceFile
 from llm_datadist.observe.transfer_log import TransferLog
 
 __all__ = [
+    "Fallback",
+    "FallbackReason",
     "Family",
     "Histogram",
     "Kind",

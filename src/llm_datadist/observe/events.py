@@ -36,6 +36,25 @@ class Step(Struct, frozen=True):
         return (self.end_ns - self.start_ns) / 1e9
 
 
+class FallbackReason(enum.Enum):
+    """Why a transfer left a path for another one."""
+
+    DENIED = "denied"
+    """The system does not permit it any more; the link does not try that path again."""
+    OUT_OF_REACH = "out_of_reach"
+    """It does not reach that memory; other transfers go on with it."""
+
+
+class Fallback(Struct, frozen=True):
+    """A path that a transfer has left before it moved its bytes over another one."""
+
+    path: str
+    reason: FallbackReason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason.value}"
+
+
 class Transfer(Struct, frozen=True):
     """A pull or push of this process that has ended."""
 
@@ -54,6 +73,8 @@ class Transfer(Struct, frozen=True):
     start_ns: int
     end_ns: int
     steps: tuple[Step, ...]
+    fallbacks: tuple[Fallback, ...] = ()
+    """Paths that were tried before ``path``, in this order."""
 
     @property
     def seconds(self) -> float:

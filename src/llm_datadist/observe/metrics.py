@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import enum
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -122,6 +123,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._ways: dict[tuple[str, str, str], _Way] = {}
         self._served: dict[tuple[str, str], _Way] = {}
+        self._fallbacks: Counter[tuple[str, str]] = Counter()
 
     def transfer(self, event: Transfer) -> None:
         """See ``Observer.transfer``."""
@@ -138,6 +140,8 @@ class Metrics:
                 if spread is None:
                     spread = way.phases[step.phase] = _Spread()
                 spread.add(step.end_ns - step.start_ns)
+            for left in event.fallbacks:
+                self._fallbacks[left.path, left.reason.value] += 1
 
     def served(self, event: Served) -> None:
         """See ``Observer.served``."""
@@ -177,6 +181,12 @@ class Metrics:
             "Time that a transfer spent in a phase.",
             ("operation", "phase"),
             phases,
+        )
+        yield _counter(
+            "fallbacks",
+            "Times that a transfer left a path for another one.",
+            ("path", "reason"),
+            [(key, float(count)) for key, count in sorted(self._fallbacks.items())],
         )
 
     def _of_served(self) -> Iterator[Family]:

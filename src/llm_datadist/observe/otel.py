@@ -42,6 +42,7 @@ class OtelSpans:
                 "llm_datadist.transfer_id": f"{event.transfer_id:016x}",
                 "llm_datadist.peer": str(event.peer),
                 "llm_datadist.path": event.path,
+                "llm_datadist.fallbacks": [str(each) for each in event.fallbacks],
                 "llm_datadist.bytes": event.num_bytes,
                 "llm_datadist.status": event.status,
             },

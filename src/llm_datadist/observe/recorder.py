@@ -6,13 +6,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.observe.events import Phase, Step, Transfer
+from llm_datadist.observe.events import Fallback, Phase, Step, Transfer
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from llm_datadist.observe.events import Observer, Served
+    from llm_datadist.observe.events import FallbackReason, Observer, Served
     from llm_datadist.utils.deadline import Deadline
 
 SUCCESS: Final = "LLM_SUCCESS"
@@ -33,6 +33,7 @@ class Watch:
         self._bytes = 0
         self._phase: Phase | None = None
         self._steps: list[Step] = []
+        self._fallbacks: list[Fallback] = []
         # Wall-clock times that only go forward: what a trace viewer can put beside those of another process.
         self._offset = time.time_ns() - time.monotonic_ns()
         self._start = self._since = time.monotonic_ns()
@@ -46,6 +47,10 @@ class Watch:
     def over(self, path: str, num_bytes: int) -> None:
         """It moves so many bytes, over this path."""
         self._path, self._bytes = path, num_bytes
+
+    def leave(self, path: str, reason: FallbackReason) -> None:
+        """It goes on over another path than this one."""
+        self._fallbacks.append(Fallback(path, reason))
 
     def _end_step(self, now: int) -> None:
         if self._phase is None:
@@ -77,6 +82,7 @@ class Watch:
                 start_ns=self._start + self._offset,
                 end_ns=now + self._offset,
                 steps=tuple(self._steps),
+                fallbacks=tuple(self._fallbacks),
             )
         )
 
@@ -93,6 +99,9 @@ class _NoWatch(Watch):
         pass
 
     def over(self, path: str, num_bytes: int) -> None:
+        pass
+
+    def leave(self, path: str, reason: FallbackReason) -> None:
         pass
 
     def __exit__(

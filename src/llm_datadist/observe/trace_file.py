@@ -41,6 +41,7 @@ class TraceFile:
             "transfer_id": f"{event.transfer_id:016x}",
             "peer": event.peer,
             "path": event.path,
+            "fallbacks": [str(each) for each in event.fallbacks],
             "status": event.status,
             "bytes": event.num_bytes,
         }

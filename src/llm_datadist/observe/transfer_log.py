@@ -16,12 +16,14 @@ class TransferLog:
     def transfer(self, event: Transfer) -> None:
         """See ``Observer.transfer``."""
         steps = ", ".join(f"{step.phase.value} {step.seconds * 1e3:.3f}" for step in event.steps)
+        left = "".join(f", not over {each.path} ({each.reason.value})" for each in event.fallbacks)
         log.debug(
-            "transfer %016x: %s, cluster %d, over %s: %s, %d bytes in %.3f ms (%s)",
+            "transfer %016x: %s, cluster %d, over %s%s: %s, %d bytes in %.3f ms (%s)",
             event.transfer_id,
             event.operation,
             event.peer,
             event.path or "no path",
+            left,
             event.status,
             event.num_bytes,
             event.seconds * 1e3,

@@ -190,6 +190,14 @@ def test_options_page_that_is_not(tmp_path: Path) -> None:
     assert "has no lines '<!-- begin options" in run().stderr
 
 
+def test_table_of_operations_is_what_their_tests_show() -> None:
+    script = DOCS / "make_matrix.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     named = set(re.findall(r"auto\w+:: llm_datadist\.(?:\w+\.)*(\w+)", (DOCS / "api.md").read_text(encoding="utf-8")))
     assert set(llm_datadist.__all__) - {"LLMConfig"} <= named

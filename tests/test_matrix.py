@@ -242,13 +242,14 @@ def test_pull_cache_layer_range(sides: tuple[Peer, Peer]) -> None:
     check(here, "dst", before, change, BATCH)
 
 
-def test_pull_cache_by_key(sides: tuple[Peer, Peer]) -> None:
+def test_pull_cache_by_key(sides: tuple[Peer, Peer], record_property: Callable[[str, object], None]) -> None:
     """Message mode: the position of the key is the batch entry; a registered cache keeps its key."""
     here, there = sides
     if accessible(here):
         _contiguous(here, "dst")
         with pytest.raises(TypeError):
             here.call(run_pull_cache, CacheKey(there.cluster_id, 1), "dst", 0, -1)
+        record_property("refused", "TypeError")
         return
     request = next(_model_ids)
     _contiguous(
@@ -284,7 +285,7 @@ def test_pull_cache_into_blocks(sides: tuple[Peer, Peer], blocks: list[int]) -> 
     check(here, "dst", before, change, BLOCKS)
 
 
-def test_push_blocks(sides: tuple[Peer, Peer]) -> None:
+def test_push_blocks(sides: tuple[Peer, Peer], record_property: Callable[[str, object], None]) -> None:
     """Blocks of all layers, then of one layer."""
     here, there = sides
     model = next(_model_ids)
@@ -294,6 +295,7 @@ def test_push_blocks(sides: tuple[Peer, Peer]) -> None:
     key = BlocksCacheKey(there.cluster_id, model)
     if not accessible(here):
         _refused(here, "push_blocks", key, "src", [0], [0])
+        record_property("refused", "LLM_PARAM_INVALID")
         check(there, "dst", before, lambda _tensors: None, BLOCKS)
         return
     here.call(run_push, "push_blocks", key, "src", [1, 2, 3, 12], [4, 5, 6, 0])
@@ -308,7 +310,7 @@ def test_push_blocks(sides: tuple[Peer, Peer]) -> None:
     check(there, "dst", before, change, BLOCKS)
 
 
-def test_push_cache(sides: tuple[Peer, Peer]) -> None:
+def test_push_cache(sides: tuple[Peer, Peer], record_property: Callable[[str, object], None]) -> None:
     """One batch entry into another one."""
     here, there = sides
     cache_id = _contiguous(there, "dst")
@@ -317,6 +319,7 @@ def test_push_cache(sides: tuple[Peer, Peer]) -> None:
     key = CacheKeyByIdAndIndex(there.cluster_id, cache_id, 3)
     if not accessible(here):
         _refused(here, "push_cache", key, "src", 1)
+        record_property("refused", "LLM_PARAM_INVALID")
         check(there, "dst", before, lambda _tensors: None, BATCH)
         return
     here.call(run_push, "push_cache", key, "src", 1)

@@ -25,6 +25,7 @@ from llm_datadist import (
     LLMStatusCode,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.utils.deadline import Deadline
 from peers import GUARD, POISON, TIMEOUT_S, Arena, Node
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ S = LLMStatusCode
 OK = S.LLM_SUCCESS
 THREADS = 8
 CALLS = 60
-"""Of each thread before, and again after the storm is told to go on."""
+"""Of each thread at least before, and again after the storm is told to go on."""
 TENSORS, BLOCKS, BLOCK_BYTES = 2, 4, 1500
 LANDING = 1000
 """Model id of the landing cache."""
@@ -79,6 +80,8 @@ class Storm:
         self.wrong: list[str] = []
         self.halfway = threading.Semaphore(0)
         self.go_on = threading.Event()
+        self.enough = Deadline.after(TIMEOUT_S / 2)
+        """When the first half ends even if chance did not let every call succeed."""
         self._lock = threading.Lock()
         self.callers = [Caller(self, number) for number in range(THREADS)]
         self.threads = [threading.Thread(target=caller.run, daemon=True) for caller in self.callers]
@@ -92,6 +95,11 @@ class Storm:
             self.wrong.append(f"{call}: {text}")
         with self._lock:
             self.outcomes[call, str(outcome)] += 1
+
+    def all_succeeded(self) -> bool:
+        """Whether each call has succeeded here at least once."""
+        with self._lock:
+            return all(self.outcomes[call, str(OK)] for call in DOCUMENTED)
 
     def wait_halfway(self) -> bool:
         """Wait until all threads have made half of their calls, or something is wrong."""
@@ -149,6 +157,8 @@ class Caller:
         storm = self._storm
         try:
             self._make_calls()
+            while not storm.all_succeeded() and not storm.enough.expired():
+                self._make_calls()
             storm.halfway.release()
             assert storm.go_on.wait(TIMEOUT_S)
             self._make_calls()

@@ -209,8 +209,11 @@ def link_without_mappings(node: Node, address: tuple[str, int], spare: int) -> t
 
 
 def link_with_little_room(node: Node, address: tuple[str, int]) -> tuple[LLMStatusCode, str | None]:
-    """In the child: link with 64 MiB of address space left; status and path."""
-    set_limit("RLIMIT_AS", used_address_space() + (64 << 20))
+    """In the child: link with 192 MiB of address space left; status and path.
+
+    Too little for the pool, enough for every thread to begin: one that cannot is lost without an error by Python.
+    """
+    set_limit("RLIMIT_AS", used_address_space() + (192 << 20))
     try:
         status = node.link(1, address)
     finally:

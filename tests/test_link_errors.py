@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -119,6 +120,10 @@ def test_something_else_listens_there(client: Peer, answer: bytes, words: str) -
             with connection:
                 connection.recv(100)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    while connection.recv(4096):  # what is not read would become a reset
+                        pass
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -291,6 +291,8 @@ class LinkEnder:
         self._reached_by = reached_by
         self._lock = threading.Lock()
         self._fading: set[Link] = set()
+        self._hanging: set[Link] = set()
+        """Links whose connection is kept until the peer hangs up, although it may not copy any more."""
         self._closed = False
 
     def agree(self, link: Link, deadline: Deadline) -> None:
@@ -349,7 +351,12 @@ class LinkEnder:
     def _fade(self, link: Link, reason: str) -> None:
         """Over on this side; the connection stays until the peer, whose transfers may still run, closes it."""
         with self._lock:
-            self._fading.add(link)
+            closed = self._closed
+            if not closed:
+                self._fading.add(link)
+        if closed:
+            self.drop(link, reason)
+            return
         self._table.remove(link, None)
         link.advance(LinkState.CLOSING)
         link.when_idle(link.release)
@@ -358,7 +365,12 @@ class LinkEnder:
             self.faded(link)
 
     def faded(self, link: Link) -> None:
-        """Its peer does not copy any more."""
+        """Its connection has gone: its peer does not copy any more."""
+        self._copies_no_more(link)
+        with self._lock:
+            self._hanging.discard(link)
+
+    def _copies_no_more(self, link: Link) -> None:
         if link.fade is not None:
             link.fade.cancel()
         with self._lock:
@@ -378,7 +390,7 @@ class LinkEnder:
         with self._lock:
             waits = was_linked or link in self._fading
         if not (waits and self._await_peer(link)):
-            self.faded(link)
+            self._copies_no_more(link)
         self._table.remove(link, None if link.peer_said_bye else reason)
         link.advance(LinkState.CLOSING)
         if was_linked and not link.peer_said_bye:
@@ -396,8 +408,11 @@ class LinkEnder:
         """Wait for no peer any more; the engine ends."""
         with self._lock:
             self._closed = True
+            hanging = list(self._hanging)
         for link in self.fading():
             self.give_up(link, "finalized")
+            link.channel.abandon()
+        for link in hanging:
             link.channel.abandon()
 
     def _await_peer(self, link: Link) -> bool:
@@ -430,5 +445,7 @@ class LinkEnder:
             link.release()
             self._release(link)
             with self._lock:
-                waits = link in self._fading
+                waits = link in self._fading and not self._closed
+                if waits:
+                    self._hanging.add(link)
             link.channel.hang_up(wait=waits)

@@ -35,6 +35,7 @@ class Listeners:
         self._lock = threading.Lock()
         self._primary: Listener | None = None
         self._rendezvous: dict[Address, tuple[Listener, int]] = {}
+        self._closed = False
 
     @property
     def primary(self) -> Address | None:
@@ -100,8 +101,9 @@ class Listeners:
             listener.close()
 
     def close_all(self) -> None:
-        """Stop listening everywhere; idempotent."""
+        """Stop listening everywhere, for good; idempotent."""
         with self._lock:
+            self._closed = True
             listeners = [listener for listener, _ in self._rendezvous.values()]
             if self._primary is not None:
                 listeners.append(self._primary)
@@ -110,4 +112,6 @@ class Listeners:
             listener.close()
 
     def _make(self, address: Address) -> Listener:
+        if self._closed:  # another thread has finalized the engine meanwhile
+            raise OSError(errno.ESHUTDOWN, "this engine has been finalized")
         return Listener(address, self._loop, self._on_control, self._on_data, self._tls)

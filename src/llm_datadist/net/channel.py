@@ -297,6 +297,8 @@ class Channel:
             self._over.set()
             self._sock.close()
         self.on_close(self, self._close_reason or "closed")
+        if not held:  # nothing lingers, even if somebody has held it meanwhile
+            self.on_over()
 
     def _hang_up(self, *, wait: bool) -> None:
         if not self._left_loop:  # another thread closes it at this very moment

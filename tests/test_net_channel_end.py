@@ -50,6 +50,16 @@ def test_a_held_channel_ends_for_the_peer_only_when_it_hangs_up(ends: tuple[End,
     assert left.channel.over
 
 
+def test_a_channel_that_was_closed_just_before_it_was_held_is_over(ends: tuple[End, End]) -> None:
+    """Whoever held it has something to give back, and nobody will hang up."""
+    left, _ = ends
+    over = watched_over(left)
+    left.channel.close("too early")
+    left.channel.hold()
+    assert over.wait(WAIT_S)
+    assert left.channel.over
+
+
 def test_a_peer_that_never_hangs_up_is_waited_for_until_it_is_given_up(ends: tuple[End, End]) -> None:
     """It holds its side, too."""
     left, right = ends

@@ -183,7 +183,7 @@ def hold_receives(node: Node) -> None:
 
 def test_peer_that_does_not_confirm_that_it_has_stopped(peers: Peers) -> None:
     """A push whose second half hangs at the peer: the first half is finished, and it is said that all is not quiet."""
-    owner, client = peers.make(1, paths="tcp", sync_kv_timeout=1500), peers.make(2, listen=False, paths="tcp")
+    owner, client = peers.make(1, paths="tcp", sync_kv_timeout=6000), peers.make(2, listen=False, paths="tcp")
     owner, client = client, owner  # the one who listens pushes
     owner.call("register_blocks", "mine", 1, SPARE, BLOCK_BYTES, model_id=0)
     client.call("register_blocks", "mine", 1, BLOCKS, BLOCK_BYTES, seed=SEED)

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
+
 from confine_kit import set_limit
 from llm_datadist import LLMException, LLMStatusCode
 from peers import TIMEOUT_S, Node, Peer
@@ -21,6 +23,8 @@ LIMIT = 256
 """Descriptors of a starved process."""
 OK = LLMStatusCode.LLM_SUCCESS
 POOL = '{"memory_size": 4194304, "page_shift": 12}'
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become others")
 
 
 class Held(NamedTuple):

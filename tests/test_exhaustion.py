@@ -6,7 +6,6 @@ everything goes on.
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import Any
 
@@ -35,7 +34,6 @@ from test_links import pull_one, with_caches
 
 OK = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_FAILED
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become others")
 
 
 def start_starved(node: Node, spare: int, **properties: Any) -> Start:

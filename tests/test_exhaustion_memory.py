@@ -19,6 +19,7 @@ from exhaustion_kit import (
     POOL,
     Held,
     Start,
+    as_root,
     check_nothing_left,
     steady,
     try_to_start,
@@ -37,7 +38,6 @@ from test_permissions import transfer_all
 
 OK = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_FAILED
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become others")
 
 
 def used_address_space() -> int:

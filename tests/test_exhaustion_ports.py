@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from confine_kit import become, in_turn
+from exhaustion_kit import as_root
 from expect import expect
 from hosts_kit import enter, network
 from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
@@ -68,7 +69,7 @@ def switch(node: object, address: tuple[str, int]) -> None:
     node.datadist.switch_role(LLMRole.PROMPT, options)  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become others")
+@as_root
 def test_port_of_the_privileged() -> None:
     """Port 80 as nobody."""
     peers = Peers()

@@ -17,6 +17,7 @@ from exhaustion_kit import (
     POOL,
     Held,
     Start,
+    as_root,
     try_to_start,
 )
 from llm_datadist import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 OK = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_FAILED
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become others")
 
 
 @contextlib.contextmanager

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import secrets
 import shutil
 import subprocess
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +65,19 @@ class Host:
             run("ip", "netns", "exec", self.name, "sysctl", "-qw", f"net.ipv4.{name}={value}")
 
 
+def _mac_when_up(host: Host, interface: str) -> str:
+    """The hardware address of an interface, once it takes packets: the kernel starts it some time after "up"."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        (link,) = json.loads(host.ip("-json", "link", "show", interface))
+        if link["operstate"] == "UP":
+            return str(link["address"])
+        if time.monotonic() > deadline:
+            msg = f"{interface} of {host.name} is {link['operstate']} after {TIMEOUT_S:.0f} s"
+            raise TimeoutError(msg)
+        time.sleep(0.005)
+
+
 class Wire:
     """What connects a host to the router: interface ``inside`` at the host, ``outside`` at the router."""
 
@@ -72,13 +87,19 @@ class Wire:
         self.address6, gateway6 = f"fd77:{number}::2", f"fd77:{number}::1"
         self._subnets = (f"10.77.{number}.0/24", f"fd77:{number}::/64")
         host.ip("link", "add", inside, "type", "veth", "peer", "name", self.outside, "netns", router.name)
-        for end, interface, four, six in (
-            (host, inside, self.address, self.address6),
-            (router, self.outside, gateway, gateway6),
-        ):
+        ends = ((host, inside), (router, self.outside))
+        for end, interface in ends:
+            end.ip("link", "set", interface, "up")
+        macs = [_mac_when_up(end, interface) for end, interface in ends]
+        for (end, interface), four, six in zip(ends, (self.address, gateway), (self.address6, gateway6), strict=True):
             end.ip("address", "add", f"{four}/24", "dev", interface)
             end.ip("-6", "address", "add", f"{six}/64", "dev", interface, "nodad")
-            end.ip("link", "set", interface, "up")
+        # Nobody asks who has an address: on a busy machine the answer may come too late, which is "no route to host".
+        for (end, interface), mac, *addresses in zip(
+            ends, reversed(macs), (gateway, self.address), (gateway6, self.address6), strict=True
+        ):
+            for address in addresses:
+                end.ip("neighbour", "replace", address, "lladdr", mac, "dev", interface, "nud", "permanent")
         host.ip("route", "add", "10.77.0.0/16", "via", gateway, "metric", str(number))
         host.ip("-6", "route", "add", "fd77::/16", "via", gateway6, "metric", str(number))
 

@@ -207,7 +207,8 @@ def test_a_read_is_asked_for_without_waiting_for_room() -> None:
             asker.begin(Op.READ, spans, soon(), 7)
             sent += 1
             assert sent < 1000
-        size = Request(Op.READ, 1, MAX_SPANS, 7, spans.total, 1).table_bytes + data.REQUEST_BYTES
+        header = Request(Op.READ, 1, MAX_SPANS, 7, spans.total, 1)
+        size = data.REQUEST_BYTES + header.table_bytes + header.padding
         received: list[bytes] = []
         reading = threading.Thread(target=lambda: received.append(receive(theirs, sent * size)))
         reading.start()
@@ -219,7 +220,7 @@ def test_a_read_is_asked_for_without_waiting_for_room() -> None:
         for n in range(sent):
             request = received[0][n * size : (n + 1) * size]
             assert Request.decode(request[: data.REQUEST_BYTES]).epoch == 7
-            assert request[data.REQUEST_BYTES :] == tables
+            assert request[data.REQUEST_BYTES :] == tables + bytes(header.padding)
 
 
 def reset(ours: socket.socket, theirs: socket.socket) -> None:

@@ -70,7 +70,7 @@ class Ask(NamedTuple):
             np.array([offset for offset, _ in self.runs], dtype=np.int64),
             np.array([length for _, length in self.runs], dtype=np.int64),
         )
-        return request.encode() + tables + self.payload
+        return request.encode() + tables + bytes(request.padding) + self.payload
 
     def answer(self, content: list[bytearray]) -> tuple[Result, bytes]:
         """What must come back, and happens to the content of the three good regions."""
@@ -195,14 +195,18 @@ GOOD = Ask(Op.READ, [(0, 0)], [(0, SIZE)], 0, b"")
 """For the whole first region."""
 
 
+def whole(request: Request, tables: bytes) -> bytes:
+    return request.encode() + tables + bytes(request.padding)
+
+
 GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
     bytes(200),
     b"\xff" * 5000,
     Request(Op.READ, 1, 1, 0, 8, 5).encode()[:-1] + b"\xff" + bytes(16),
-    Request(Op.READ, 1, 1, 0, 8, TIMEOUT_MS).encode() + bytes(24) + (9).to_bytes(8, "little"),
-    Request(Op.WRITE, 1, 1, 0, 2**62, TIMEOUT_MS).encode() + bytes(24) + (2**62).to_bytes(8, "little"),
-    Request(Op.WRITE, 1, FEW + 1, 0, 8, TIMEOUT_MS).encode() + bytes(16 * (FEW + 2)),
+    whole(Request(Op.READ, 1, 1, 0, 8, TIMEOUT_MS), bytes(24) + (9).to_bytes(8, "little")),
+    whole(Request(Op.WRITE, 1, 1, 0, 2**62, TIMEOUT_MS), bytes(24) + (2**62).to_bytes(8, "little")),
+    whole(Request(Op.WRITE, 1, FEW + 1, 0, 8, TIMEOUT_MS), bytes(16 * (FEW + 2))),
 ]
 
 
@@ -274,7 +278,8 @@ def test_who_gives_up_what_is_being_given_up_waits_for_it_too() -> None:
             table = encode_spans(
                 *(np.array([word], dtype=kind) for word, kind in zip((region, 0, 0, SIZE), KINDS, strict=True))
             )
-            sock.sendall(Request(Op.WRITE, 1, 1, 0, SIZE, TIMEOUT_MS).encode() + table + bytes(SIZE))
+            request = Request(Op.WRITE, 1, 1, 0, SIZE, TIMEOUT_MS)
+            sock.sendall(request.encode() + table + bytes(request.padding + SIZE))
             assert stored.wait(WAIT_S)
             ends = [threading.Event() for _ in range(3)]
             for numbers, end in zip((None, [number], [number]), ends, strict=True):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from llm_datadist.wire import data, framing, messages
 from llm_datadist.wire.data import MAX_REASON, MAX_SPANS, MAX_TOTAL, Greeting, Op, Reply, Request, Result
 from llm_datadist.wire.framing import (
+    CACHE_LINE,
     MAX_CONTROL_FRAME,
     MAX_GREETING,
     PREAMBLE_SIZE,
@@ -270,6 +271,7 @@ def test_requests_that_nobody_sends(raw: bytes) -> None:
 def test_reply_round_trip(result: Result, size: int) -> None:
     reply = Reply(result, size)
     assert len(reply.encode()) == data.REPLY_BYTES
+    assert data.REPLY_BYTES % CACHE_LINE == 0
     assert Reply.decode(reply.encode()) == reply
 
 
@@ -371,7 +373,8 @@ def test_a_request_of_few_spans_is_like_any_other(regions: list[int], offsets: l
     tensors, runs = [(region, 0) for region in regions], [(offset, length) for offset in offsets]
     request = request_for(tensors, runs)
     raw = data.encode_few(request, regions, offsets, length)
-    assert raw == request.encode() + table_of(tensors, runs).tobytes()
+    assert raw == request.encode() + table_of(tensors, runs).tobytes() + bytes(request.padding)
+    assert len(raw) % CACHE_LINE == 0
     assert Request.decode(raw[: data.REQUEST_BYTES]) == request
 
 
@@ -413,7 +416,9 @@ def test_tables_are_copied_out_of_the_receive_buffer() -> None:
 
 def test_a_message_is_a_map_with_names() -> None:
     payload = messages.encode(messages.Envelope(body=messages.Bye(reason="done"), id=7))
-    assert msgspec.msgpack.decode(payload) == {"body": {"type": "bye", "reason": "done"}, "id": 7, "reply_to": 0}
+    fields = msgspec.msgpack.decode(payload)
+    assert not any(fields.pop("pad"))
+    assert fields == {"body": {"type": "bye", "reason": "done"}, "id": 7, "reply_to": 0}
 
 
 def test_fields_of_a_newer_version_are_ignored() -> None:
@@ -452,5 +457,7 @@ def test_envelopes_with_a_bad_number(where: str, value: object) -> None:
 
 def test_framing_and_messages_together() -> None:
     sent = [messages.Envelope(body=messages.Fetch(), id=n) for n in range(1, 4)]
-    stream = b"".join(framing.frame(messages.encode(envelope)) for envelope in sent)
+    frames = [framing.frame(messages.encode(envelope)) for envelope in sent]
+    assert all(len(each) % CACHE_LINE == 0 for each in frames)
+    stream = b"".join(frames)
     assert [messages.decode(payload) for payload in FrameDecoder().feed(stream)] == sent

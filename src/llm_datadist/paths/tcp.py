@@ -5,6 +5,8 @@ Bytes go straight between sockets and registered memory, without staging copies.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -90,15 +92,17 @@ class TcpPath(Path):
         count = CONNECTIONS if spans.total >= PARALLEL_BYTES else 1
         pool = self._large if count > 1 else self._small
         size = min(REQUEST_BYTES, -(-spans.total // count))
-        parts = iter(list(iovec.parts(len(spans.bases), spans.runs.lengths, MAX_SPANS, size)))
+        parts = list(iovec.parts(len(spans.bases), spans.runs.lengths, MAX_SPANS, size))
+        rest = iter(parts[count:])  # shared: each takes the next one
         progress = Progress(len(spans.bases), spans.runs)
 
-        def work() -> None:
-            requests = (_Request(op, part, spans[part], progress) for part in parts)  # shared: each takes the next one
+        def work(first: Part) -> None:
+            # Each has one of its own: a thread that is slow to start would find that another has asked for all of them.
+            requests = (_Request(op, part, spans[part], progress) for part in itertools.chain((first,), rest))
             self._use(op, pool, deadline, lambda asker: _pipeline(asker, requests, deadline, epoch, checkpoint))
 
         try:
-            run([work] * count, self._context.copiers, checkpoint)
+            run([functools.partial(work, part) for part in parts[:count]], self._context.copiers, checkpoint)
         except PathError as error:
             error.progress = progress
             raise

@@ -89,7 +89,7 @@ class Asker:
             op, len(spans.bases), len(spans.runs), epoch, spans.total, _milliseconds(deadline), deadline.transfer_id
         )
         tables = encode_spans(spans.regions, spans.starts, spans.runs.remote, spans.runs.lengths)
-        data = request.encode() + tables
+        data = request.encode() + tables + bytes(request.padding)
         self.under_way += 1
         if op is Op.READ:
             self._stream.post(data)

@@ -212,7 +212,7 @@ class DataServer:
 
     def _answer(self, stream: Stream, inbox: _Inbox, request: Request) -> Result:
         deadline = Deadline.after(request.timeout_ms / 1000 + _GRACE_S)
-        tables = inbox.take(request.table_bytes, deadline)
+        tables = inbox.take(request.table_bytes + request.padding, deadline)[: request.table_bytes]
         spans = _Few(tables, request) if request.spans <= FEW else _Many(tables, request)
         try:
             with self._regions.lease(spans.regions):

@@ -21,6 +21,9 @@ MAX_CONTROL_FRAME: Final = 16 << 20
 _MAGIC: Final = b"LLMD"
 _FORMAT: Final = 1
 _LENGTH: Final = struct.Struct("!I")
+LENGTH_BYTES: Final = _LENGTH.size
+CACHE_LINE: Final = 64
+"""Bytes of one, on the processors that matter."""
 
 
 class ProtocolError(Exception):

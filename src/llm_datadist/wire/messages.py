@@ -10,7 +10,7 @@ from typing import Annotated, Final, Union
 import msgspec
 from msgspec import Meta, Struct
 
-from llm_datadist.wire.framing import ProtocolError
+from llm_datadist.wire.framing import CACHE_LINE, LENGTH_BYTES, ProtocolError
 
 U64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -303,9 +303,20 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
+_FIELDS: Final = 0x80 + len(Envelope.__struct_fields__)
+_PAD: Final = b"\xa3pad\xc4"
+"""One more field, which the reader ignores: a name, and the type of short binary data, whose length is to follow."""
+
+
 def encode(envelope: Envelope) -> bytes:
-    """The payload of the frame that carries this message."""
-    return _encoder.encode(envelope)
+    """The payload of the frame that carries this message.
+
+    The frame is whole cache lines: the kernel puts what a thread sends, on whatever connection, one behind the other,
+    and copies the bytes of its next transfer much more slowly if they do not begin with a line (``wire.data``).
+    """
+    fields = _encoder.encode(envelope)
+    padding = -(LENGTH_BYTES + len(fields) + len(_PAD) + 1) % CACHE_LINE
+    return b"".join((bytes((_FIELDS + 1,)), fields[1:], _PAD, bytes((padding,)), bytes(padding)))
 
 
 def decode(payload: bytes) -> Envelope:

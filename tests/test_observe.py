@@ -46,6 +46,7 @@ from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
 from loopback_kit import loopback_config
 from net_helpers import logged
+from test_interruptions import STEPS, at_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -253,6 +254,36 @@ class TestMetrics:
         metrics.served(served(status="stale"))
         assert family(metrics, "served_requests").value(operation="read", status="stale") == 1
         assert family(metrics, "served_bytes").value(operation="read") == 4096
+
+    @pytest.mark.parametrize("size", ["small", "large"])
+    def test_a_signal_handler_may_transfer_while_one_is_counted(self, size: str) -> None:
+        for step in range(1, STEPS):
+            metrics = Metrics()
+
+            def count(metrics: Metrics = metrics) -> None:
+                if size == "small":
+                    metrics.copied("pull_blocks", "tcp", SUCCESS, 4096, MS)
+                else:
+                    metrics.transfer(transfer())
+
+            if not at_step(step, count, count):
+                break
+            way = {"operation": "pull_blocks", "path": "tcp"}
+            assert family(metrics, "transfers").value(**way, status=SUCCESS) == 2
+            assert family(metrics, "transferred_bytes").value(**way) == 2 * 4096
+            copies = family(metrics, "transfer_phase_duration_seconds").value(operation="pull_blocks", phase="copy")
+            assert isinstance(copies, Histogram)
+            assert copies.count == 2
+        assert 1 < step < STEPS - 1
+
+    def test_a_signal_handler_may_transfer_while_metrics_are_read(self) -> None:
+        for step in range(1, STEPS):
+            metrics = Metrics()
+            metrics.transfer(transfer(steps=transfer().steps[:1]))
+            if not at_step(step, lambda metrics=metrics: metrics.transfer(transfer()), metrics.families):
+                break
+            assert family(metrics, "transfers").samples[0].value == 2
+        assert 1 < step < STEPS - 1
 
     @given(st.lists(st.integers(0, 20 * 10**9)))
     def test_every_duration_is_in_the_bucket_of_its_bound(self, nanoseconds: Sequence[int]) -> None:

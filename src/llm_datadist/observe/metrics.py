@@ -129,7 +129,7 @@ class Metrics:
     """Counts everything that it is told. Thread-safe. What is added is arranged for the reader only when it reads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may transfer while one is being counted
         self._ways: dict[tuple[str, str, str], _Way] = {}
         self._served: dict[tuple[str, str], _Way] = {}
         self._fallbacks: Counter[tuple[str, str]] = Counter()
@@ -138,15 +138,11 @@ class Metrics:
         """See ``Observer.transfer``."""
         key = (event.operation, event.path, event.status)
         with self._lock:
-            way = self._ways.get(key)
-            if way is None:
-                way = self._ways[key] = _Way()
+            way = self._ways.get(key) or self._ways.setdefault(key, _Way())
             way.num_bytes += event.num_bytes
             way.took.add(event.end_ns - event.start_ns)
             for step in event.steps:
-                spread = way.phases.get(step.phase)
-                if spread is None:
-                    spread = way.phases[step.phase] = _Spread()
+                spread = way.phases.get(step.phase) or way.phases.setdefault(step.phase, _Spread())
                 spread.add(step.end_ns - step.start_ns)
             for left in event.fallbacks:
                 self._fallbacks[left.path, left.reason.value] += 1
@@ -155,9 +151,7 @@ class Metrics:
         """The same as ``transfer`` for one that was a copy from its begin to its end, at a fraction of the cost."""
         key = (operation, path, status)
         with self._lock:
-            way = self._ways.get(key)
-            if way is None:
-                way = self._ways[key] = _Way()
+            way = self._ways.get(key) or self._ways.setdefault(key, _Way())
             way.num_bytes += num_bytes
             way.copied.add(took_ns)
 
@@ -165,9 +159,7 @@ class Metrics:
         """See ``Observer.served``."""
         key = (event.operation, event.status)
         with self._lock:
-            way = self._served.get(key)
-            if way is None:
-                way = self._served[key] = _Way()
+            way = self._served.get(key) or self._served.setdefault(key, _Way())
             way.num_bytes += event.num_bytes
             way.took.add(event.end_ns - event.start_ns)
 
@@ -180,7 +172,9 @@ class Metrics:
         ways = sorted(self._ways.items())
         moved = [(key[:2], float(way.num_bytes)) for key, way in ways if key[2] == SUCCESS]
         took = [(key[:2], spread.read()) for key, way in ways for spread in (way.took, way.copied)]
-        phases = [((key[0], phase.value), spread.read()) for key, way in ways for phase, spread in way.phases.items()]
+        phases = [
+            ((key[0], phase.value), spread.read()) for key, way in ways for phase, spread in list(way.phases.items())
+        ]
         phases += [((key[0], Phase.COPY.value), way.copied.read()) for key, way in ways if way.copied.count]
         yield _counter(
             "transfers",

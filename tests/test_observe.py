@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from llm_datadist.observe import (
     Transfer,
     TransferLog,
 )
+from llm_datadist.observe.events import SUCCESS
 from llm_datadist.observe.metrics import SECONDS_BOUNDS
 from llm_datadist.observe.otel import OtelSpans
 from llm_datadist.observe.prometheus import Collector
@@ -44,6 +46,7 @@ from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
 from loopback_kit import loopback_config
 from net_helpers import logged
+from test_interruptions import STEPS, at_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -179,6 +182,36 @@ class TestRecorder:
         recorder.served(served())
         assert len(kept.transfers) == len(kept.requests) == 1
 
+    def test_a_small_transfer_is_told_as_one_copy(self) -> None:
+        recorder, kept = Recorder(), Kept()
+        recorder.add(Metrics())
+        recorder.add(kept)
+        before = time.time_ns()
+        recorder.short("pull_blocks", 4, "tcp", Deadline.after(9, 9), time.monotonic_ns() - MS, num_bytes=77)
+        (event,) = kept.transfers
+        assert (event.transfer_id, event.operation, event.peer) == (9, "pull_blocks", 4)
+        assert (event.path, event.num_bytes, event.status) == ("tcp", 77, "LLM_SUCCESS")
+        assert event.steps == (Step(Phase.COPY, event.start_ns, event.end_ns),)
+        assert event.end_ns - event.start_ns >= MS
+        assert abs(event.end_ns - before) < 60_000 * MS
+
+    def test_a_small_transfer_counts_as_any_other(self) -> None:
+        class ByEvents(Metrics):
+            """Is told of events, as every observer but ``Metrics`` itself."""
+
+        recorder, plain, by_events = Recorder(), Metrics(), ByEvents()
+        recorder.add(plain)
+        recorder.add(by_events)
+        for operation, status in (("pull_blocks", SUCCESS), ("pull_blocks", "LLM_TIMEOUT"), ("push_blocks", SUCCESS)):
+            begun_ns = time.monotonic_ns() - MS
+            recorder.short(operation, 4, "tcp", Deadline.after(9, 9), begun_ns, status, num_bytes=77)
+        assert plain.families() == by_events.families()
+        assert family(plain, "transfers").value(operation="pull_blocks", path="tcp", status=SUCCESS) == 1
+        recorder.transfer(transfer())
+        copies = family(plain, "transfer_phase_duration_seconds").value(operation="pull_blocks", phase="copy")
+        assert isinstance(copies, Histogram)
+        assert copies.count == 3
+
     def test_who_was_removed_is_told_no_more(self) -> None:
         recorder, kept = Recorder(), Kept()
         recorder.add(kept)
@@ -221,6 +254,36 @@ class TestMetrics:
         metrics.served(served(status="stale"))
         assert family(metrics, "served_requests").value(operation="read", status="stale") == 1
         assert family(metrics, "served_bytes").value(operation="read") == 4096
+
+    @pytest.mark.parametrize("size", ["small", "large"])
+    def test_a_signal_handler_may_transfer_while_one_is_counted(self, size: str) -> None:
+        for step in range(1, STEPS):
+            metrics = Metrics()
+
+            def count(metrics: Metrics = metrics) -> None:
+                if size == "small":
+                    metrics.copied("pull_blocks", "tcp", SUCCESS, 4096, MS)
+                else:
+                    metrics.transfer(transfer())
+
+            if not at_step(step, count, count):
+                break
+            way = {"operation": "pull_blocks", "path": "tcp"}
+            assert family(metrics, "transfers").value(**way, status=SUCCESS) == 2
+            assert family(metrics, "transferred_bytes").value(**way) == 2 * 4096
+            copies = family(metrics, "transfer_phase_duration_seconds").value(operation="pull_blocks", phase="copy")
+            assert isinstance(copies, Histogram)
+            assert copies.count == 2
+        assert 1 < step < STEPS - 1
+
+    def test_a_signal_handler_may_transfer_while_metrics_are_read(self) -> None:
+        for step in range(1, STEPS):
+            metrics = Metrics()
+            metrics.transfer(transfer(steps=transfer().steps[:1]))
+            if not at_step(step, lambda metrics=metrics: metrics.transfer(transfer()), metrics.families):
+                break
+            assert family(metrics, "transfers").samples[0].value == 2
+        assert 1 < step < STEPS - 1
 
     @given(st.lists(st.integers(0, 20 * 10**9)))
     def test_every_duration_is_in_the_bucket_of_its_bound(self, nanoseconds: Sequence[int]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec import Struct
+
+SUCCESS: Final = "LLM_SUCCESS"
+"""The status of a transfer that has succeeded."""
 
 
 class Phase(enum.Enum):

@@ -13,12 +13,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from llm_datadist.observe.recorder import SUCCESS
+from llm_datadist.observe.events import SUCCESS, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from llm_datadist.observe.events import Phase, Served, Transfer
+    from llm_datadist.observe.events import Served, Transfer
 
     Labels: TypeAlias = tuple[str, ...]
 
@@ -28,6 +28,7 @@ SECONDS_BOUNDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
 """Upper bounds of the buckets of all durations, in seconds; one more counts the rest."""
+_BOUNDS_NS: Final = tuple(round(bound * 1e9) for bound in SECONDS_BOUNDS)
 
 
 class Kind(enum.Enum):
@@ -89,38 +90,46 @@ class Family:
 class _Spread:
     """A histogram that is being filled."""
 
-    __slots__ = ("counts", "total")
+    __slots__ = ("counts", "total_ns")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS_BOUNDS) + 1)
-        self.total = 0.0
+        self.counts = [0] * (len(_BOUNDS_NS) + 1)
+        self.total_ns = 0
 
     def add(self, nanoseconds: int) -> None:
-        seconds = nanoseconds / 1e9
-        self.counts[bisect.bisect_left(SECONDS_BOUNDS, seconds)] += 1
-        self.total += seconds
+        self.counts[bisect.bisect_left(_BOUNDS_NS, nanoseconds)] += 1
+        self.total_ns += nanoseconds
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
 
     def read(self) -> Histogram:
-        return Histogram(tuple(self.counts), self.total)
+        return Histogram(tuple(self.counts), self.total_ns / 1e9)
 
 
 class _Way:
     """All transfers with one operation, path and status."""
 
-    __slots__ = ("count", "num_bytes", "phases", "took")
+    __slots__ = ("copied", "num_bytes", "phases", "took")
 
     def __init__(self) -> None:
-        self.count = 0
         self.num_bytes = 0
         self.took = _Spread()
         self.phases: dict[Phase, _Spread] = {}
+        self.copied = _Spread()
+        """Of those that were one copy and nothing else; it is their whole time and their phase, in neither of these."""
+
+    @property
+    def count(self) -> int:
+        return self.took.count + self.copied.count
 
 
 class Metrics:
     """Counts everything that it is told. Thread-safe. What is added is arranged for the reader only when it reads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may transfer while one is being counted
         self._ways: dict[tuple[str, str, str], _Way] = {}
         self._served: dict[tuple[str, str], _Way] = {}
         self._fallbacks: Counter[tuple[str, str]] = Counter()
@@ -129,28 +138,28 @@ class Metrics:
         """See ``Observer.transfer``."""
         key = (event.operation, event.path, event.status)
         with self._lock:
-            way = self._ways.get(key)
-            if way is None:
-                way = self._ways[key] = _Way()
-            way.count += 1
+            way = self._ways.get(key) or self._ways.setdefault(key, _Way())
             way.num_bytes += event.num_bytes
             way.took.add(event.end_ns - event.start_ns)
             for step in event.steps:
-                spread = way.phases.get(step.phase)
-                if spread is None:
-                    spread = way.phases[step.phase] = _Spread()
+                spread = way.phases.get(step.phase) or way.phases.setdefault(step.phase, _Spread())
                 spread.add(step.end_ns - step.start_ns)
             for left in event.fallbacks:
                 self._fallbacks[left.path, left.reason.value] += 1
+
+    def copied(self, operation: str, path: str, status: str, num_bytes: int, took_ns: int) -> None:
+        """The same as ``transfer`` for one that was a copy from its begin to its end, at a fraction of the cost."""
+        key = (operation, path, status)
+        with self._lock:
+            way = self._ways.get(key) or self._ways.setdefault(key, _Way())
+            way.num_bytes += num_bytes
+            way.copied.add(took_ns)
 
     def served(self, event: Served) -> None:
         """See ``Observer.served``."""
         key = (event.operation, event.status)
         with self._lock:
-            way = self._served.get(key)
-            if way is None:
-                way = self._served[key] = _Way()
-            way.count += 1
+            way = self._served.get(key) or self._served.setdefault(key, _Way())
             way.num_bytes += event.num_bytes
             way.took.add(event.end_ns - event.start_ns)
 
@@ -162,7 +171,11 @@ class Metrics:
     def _of_transfers(self) -> Iterator[Family]:
         ways = sorted(self._ways.items())
         moved = [(key[:2], float(way.num_bytes)) for key, way in ways if key[2] == SUCCESS]
-        phases = [((key[0], phase.value), spread.read()) for key, way in ways for phase, spread in way.phases.items()]
+        took = [(key[:2], spread.read()) for key, way in ways for spread in (way.took, way.copied)]
+        phases = [
+            ((key[0], phase.value), spread.read()) for key, way in ways for phase, spread in list(way.phases.items())
+        ]
+        phases += [((key[0], Phase.COPY.value), way.copied.read()) for key, way in ways if way.copied.count]
         yield _counter(
             "transfers",
             "Transfers that have ended.",
@@ -174,7 +187,7 @@ class Metrics:
             "transfer_duration_seconds",
             "Time of a transfer, from the call to its end.",
             ("operation", "path"),
-            [(key[:2], way.took.read()) for key, way in ways],
+            took,
         )
         yield _histogram(
             "transfer_phase_duration_seconds",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from opentelemetry import trace
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from llm_datadist.observe.recorder import SUCCESS
+from llm_datadist.observe.events import SUCCESS
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -6,7 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.observe.events import Fallback, Phase, Step, Transfer
+from llm_datadist.observe.events import SUCCESS, Fallback, Phase, Step, Transfer
+from llm_datadist.observe.metrics import Metrics
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from llm_datadist.observe.events import FallbackReason, Observer, Served
     from llm_datadist.utils.deadline import Deadline
 
-SUCCESS: Final = "LLM_SUCCESS"
 _OTHER: Final = "LLM_FAILED"
 
 
@@ -152,18 +152,22 @@ class Recorder:
     ) -> None:
         """A small transfer that began at ``begun_ns`` of the monotonic clock has ended: it is one step, a copy."""
         now = time.monotonic_ns()
-        offset = time.time_ns() - now
-        step = Step(Phase.COPY, begun_ns + offset, now + offset)
-        ended = (step.start_ns, step.end_ns, (step,))
-        self.transfer(Transfer(deadline.transfer_id, operation, peer, path, status, num_bytes, *ended))
+        event: Transfer | None = None
+        for observer in self.observers:
+            if type(observer) is Metrics:  # without an event, which costs more than all that is counted
+                observer.copied(operation, path, status, num_bytes, now - begun_ns)
+                continue
+            if event is None:
+                offset = time.time_ns() - time.monotonic_ns()
+                step = Step(Phase.COPY, begun_ns + offset, now + offset)
+                ended = (step.start_ns, step.end_ns, (step,))
+                event = Transfer(deadline.transfer_id, operation, peer, path, status, num_bytes, *ended)
+            _tell(observer, event)
 
     def transfer(self, event: Transfer) -> None:
         """A transfer has ended."""
         for observer in self.observers:
-            try:
-                observer.transfer(event)
-            except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
-                log.error("an observer failed: %r", error)
+            _tell(observer, event)
 
     def served(self, event: Served) -> None:
         """A request of a peer has been answered."""
@@ -172,3 +176,10 @@ class Recorder:
                 observer.served(event)
             except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
                 log.error("an observer failed: %r", error)
+
+
+def _tell(observer: Observer, event: Transfer) -> None:
+    try:
+        observer.transfer(event)
+    except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
+        log.error("an observer failed: %r", error)

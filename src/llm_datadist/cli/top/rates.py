@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm_datadist.observe.events import Phase
-from llm_datadist.observe.recorder import SUCCESS
+from llm_datadist.observe.events import SUCCESS, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

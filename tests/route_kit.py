@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 
+    from aiohttp.typedefs import Handler
     from multidict import CIMultiDictProxy
 
 WAIT_S = 30
@@ -83,7 +84,8 @@ class Engine:
         self.gone: queue.Queue[Leg] = queue.Queue()
         """Those whose connection was closed before they were answered."""
         self.behave: Callable[[Leg], Awaitable[web.StreamResponse]] = self.answer
-        self.refuse_all: web.Response | None = None
+        self.refusal: tuple[int, str] | None = None
+        """Status and body of the answer to whatever is asked."""
         self.port = 0
         self._runner: web.AppRunner | None = None
         self.start()
@@ -97,7 +99,7 @@ class Engine:
         _wait(self._loop, self._start())
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=1 << 30)
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._refuse])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
@@ -133,10 +135,20 @@ class Engine:
             answer["kv_transfer_params"] = {"llm_datadist": self.description}
         return web.json_response(answer)
 
+    async def hold(self, leg: Leg) -> web.StreamResponse:
+        """Never answer: the router is to close the connection."""
+        await asyncio.wait_for(asyncio.Event().wait(), WAIT_S)
+        raise AssertionError
+
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self.refusal is None:
+            return await handler(request)
+        status, text = self.refusal
+        return web.Response(status=status, text=text)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if self.refuse_all:
-            return web.Response(status=self.refuse_all.status, text=self.refuse_all.text)
         leg = Leg(request, body)
         if body.get("kv_transfer_params", {}).get("describe"):
             assert body["max_tokens"] == 1
@@ -151,13 +163,9 @@ class Engine:
             raise
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self.refuse_all:
-            return web.Response(status=self.refuse_all.status, text=self.refuse_all.text)
         return web.json_response({"object": "list", "data": [{"id": "first-model"}, {"id": "lora"}]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self.refuse_all:
-            return web.Response(status=self.refuse_all.status, text=self.refuse_all.text)
         return web.Response()
 
 

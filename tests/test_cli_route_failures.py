@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from cli_kit import line_with
-from route_kit import PROMPT, WAIT_S, Engine, routing, wait_until
+from route_kit import PROMPT, WAIT_S, routing, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 
 STREAM = {**PROMPT, "stream": True}
 FIRST = b'data: {"text": "a"}\n\n'
-
-
-def holding(engine: Engine, gate: Gate) -> Behave:
-    """Answer when the gate is open."""
-
-    async def behave(leg: Leg) -> web.StreamResponse:
-        await gate.passed()
-        return await engine.answer(leg)
-
-    return behave
 
 
 def failing(status: int, text: str = '{"error": {"message": "out of luck"}}', after: Gate | None = None) -> Behave:
@@ -80,7 +70,7 @@ def test_a_refusal_of_p_is_passed_on(engines: Engines) -> None:
     prefill, other, decode = engines.prefill(), engines.prefill(), engines.decode()
     there = engines.gate()
     prefill.behave = other.behave = failing(422, '{"error": {"message": "too long"}}', there)
-    decode.behave = marking(there, holding(decode, engines.gate()))
+    decode.behave = marking(there, decode.hold)
     with routing([prefill, other], [decode]) as route:
         reply = route.post()
         assert (reply.status, reply.body) == (422, b'{"error": {"message": "too long"}}')
@@ -96,7 +86,7 @@ def test_p_fails_and_there_is_no_other(engines: Engines, how: str) -> None:
     prefill, decode = engines.prefill(), engines.decode()
     there = engines.gate()
     prefill.behave = failing(500, after=there) if how == "answer" else resetting(there)
-    decode.behave = marking(there, holding(decode, engines.gate()))
+    decode.behave = marking(there, decode.hold)
     reason = "answers HTTP 500: out of luck" if how == "answer" else "has broken off"
     with routing([prefill], [decode]) as route:
         reply = route.post(headers={"X-Request-Id": "mine"})
@@ -120,7 +110,7 @@ def test_p_fails_and_another_does_not(engines: Engines, how: str) -> None:
     async def behave(leg: Leg) -> web.StreamResponse:
         there.open()
         if leg.params["llm_datadist"] != {"engine": "other"}:
-            await engines.gate().passed()
+            await decode.hold(leg)
         return await decode.answer(leg)
 
     decode.behave = behave
@@ -136,7 +126,7 @@ def test_each_p_is_tried_once(engines: Engines) -> None:
     prefills, decode = [engines.prefill() for _ in range(3)], engines.decode()
     for prefill in prefills:
         prefill.behave = failing(503)
-    decode.behave = holding(decode, engines.gate())
+    decode.behave = decode.hold
     with routing(prefills, [decode]) as route:
         assert route.post().status == 502
     assert [prefill.legs.qsize() for prefill in prefills] == [1, 1, 1]
@@ -167,7 +157,7 @@ def test_p_runs_the_connector_no_more(engines: Engines) -> None:
     with routing([prefill], [decode]) as route:
         assert route.post().status == 200
         prefill.description = None
-        decode.behave = holding(decode, engines.gate())
+        decode.behave = decode.hold
         reply = route.post()
     assert reply.status == 502
     assert "does not run LLMDataDistConnector in push mode" in reply.error
@@ -177,7 +167,7 @@ def test_p_runs_the_connector_no_more(engines: Engines) -> None:
 def test_p_refuses_to_describe_itself(engines: Engines, status: int, passed: int) -> None:
     """A client without access is told so, and does not spoil it for others."""
     prefill, decode = engines.prefill(), engines.decode()
-    prefill.refuse_all = web.Response(status=status, text="no entry")
+    prefill.refusal = status, "no entry"
     with routing([prefill], [decode]) as route:
         reply = route.post()
         assert reply.status == passed
@@ -185,7 +175,7 @@ def test_p_refuses_to_describe_itself(engines: Engines, status: int, passed: int
             assert reply.body == b"no entry"
         else:
             assert f"prefill engine {prefill.url} answers HTTP {status}: no entry" in reply.error
-        prefill.refuse_all = None
+        prefill.refusal = None
         assert route.post().status == 200
 
 
@@ -221,7 +211,7 @@ def test_a_refusal_of_d_is_passed_on(engines: Engines) -> None:
     """As it is; P's leg is cancelled, no other D is tried."""
     prefill, decode, other = engines.prefill(), engines.decode(), engines.decode()
     there = engines.gate()
-    prefill.behave = marking(there, holding(prefill, engines.gate()))
+    prefill.behave = marking(there, prefill.hold)
     decode.behave = other.behave = failing(400, '{"error": {"message": "too long"}}', there)
     with routing([prefill], [decode, other]) as route:
         reply = route.post()
@@ -234,7 +224,7 @@ def test_a_refusal_of_d_is_passed_on(engines: Engines) -> None:
 def test_d_fails_and_there_is_no_other(engines: Engines, how: str) -> None:
     prefill, decode = engines.prefill(), engines.decode()
     there = engines.gate()
-    prefill.behave = marking(there, holding(prefill, engines.gate()))
+    prefill.behave = marking(there, prefill.hold)
 
     async def begin(leg: Leg) -> web.StreamResponse:
         await there.passed()
@@ -262,7 +252,7 @@ def test_d_fails_and_another_does_not(engines: Engines, how: str) -> None:
         legs.append(leg)
         there.open()
         if len(legs) == 1:
-            await engines.gate().passed()
+            await prefill.hold(leg)
         return await prefill.answer(leg)
 
     prefill.behave = behave
@@ -292,7 +282,7 @@ def test_d_breaks_off_a_stream(engines: Engines, rest: bytes) -> None:
     """The client gets what has come, an event that says why there is no more, and no end."""
     prefill, decode = engines.prefill(), engines.decode()
     seen = engines.gate()
-    prefill.behave = holding(prefill, engines.gate())
+    prefill.behave = prefill.hold
 
     async def behave(leg: Leg) -> web.StreamResponse:
         response = await leg.stream()
@@ -350,10 +340,9 @@ def test_d_breaks_off_another_answer(engines: Engines, length: str) -> None:
 def test_timeout_of_a_leg(engines: Engines, slow: str) -> None:
     """The engine is named, the other leg cancelled, and nothing tried again."""
     prefill, decode, other = engines.prefill(), engines.decode(), engines.decode()
-    hold = engines.gate()
     if slow == "prefill":
-        prefill.behave = failing(500, after=hold)
-    decode.behave = other.behave = failing(500, after=hold)
+        prefill.behave = prefill.hold
+    decode.behave, other.behave = decode.hold, other.hold
     with routing([prefill], [decode, other], "--timeout", "1") as route:
         reply = route.post()
         assert (reply.status, reply.json["error"]["type"]) == (504, "GatewayTimeoutError")
@@ -380,14 +369,13 @@ def test_an_engine_that_does_not_take_connections(engines: Engines) -> None:
 def test_client_goes(engines: Engines, moment: str) -> None:
     """Both legs are cancelled, before the first byte and in the middle."""
     prefill, decode = engines.prefill(), engines.decode()
-    prefill.behave = holding(prefill, engines.gate())
+    prefill.behave = prefill.hold
 
     async def behave(leg: Leg) -> web.StreamResponse:
         if moment == "within":
             response = await leg.stream()
             await response.write(FIRST)
-        await engines.gate().passed()
-        raise AssertionError
+        return await decode.hold(leg)
 
     decode.behave = behave
     with routing([prefill], [decode]) as route:

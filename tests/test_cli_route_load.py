@@ -105,7 +105,7 @@ async def _answer_some(engine: Engine, leg: Leg) -> web.StreamResponse:
     response = await leg.stream()
     await response.write(b"data: 1\n\n")
     if leg.headers["X-Number"] in {"1", "3", "5", "7"}:
-        await asyncio.Event().wait()
+        await engine.hold(leg)
     await response.write(b"data: [DONE]\n\n")
     return response
 

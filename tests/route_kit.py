@@ -86,13 +86,13 @@ class Engine:
         self.behave: Callable[[Leg], Awaitable[web.StreamResponse]] = self.answer
         self.refusal: tuple[int, str] | None = None
         """Status and body of the answer to whatever is asked."""
-        self.port = 0
+        self.host, self.port = "127.0.0.1", 0
         self._runner: web.AppRunner | None = None
         self.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Serve, at the same port as before."""

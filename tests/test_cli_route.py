@@ -110,6 +110,7 @@ def test_values_are_passed_on_byte_for_byte(engines: Engines) -> None:
 def test_headers(engines: Engines, given: str | None) -> None:
     """End-to-end ones reach both engines, those of the connection none; answers have D's."""
     prefill, decode = engines.prefill(), engines.decode()
+    prefill.host = decode.host = "localhost"  # a name: cookies of addresses are mostly not kept anyway
 
     async def behave(leg: Leg) -> web.StreamResponse:
         headers = {"X-Of-D": "yes", "Set-Cookie": "taste=sweet", "Keep-Alive": "timeout=5"}
@@ -132,7 +133,7 @@ def test_headers(engines: Engines, given: str | None) -> None:
         assert leg.headers.getall("User-Agent") == ["me"]
         assert leg.headers.getall("Content-Type") == ["application/json"]
         assert not {"X-Hop", "Proxy-Authorization", "Cookie"} & set(leg.headers)
-        assert leg.headers["Host"] in {f"127.0.0.1:{engine.port}" for engine in (prefill, decode)}
+        assert leg.headers["Host"] in {f"localhost:{engine.port}" for engine in (prefill, decode)}
         ids.update(leg.headers.getall("X-Request-Id"))
     assert ids == {given} if given else len(ids) == 1
     assert "Cookie" not in decode.legs.get(timeout=WAIT_S).headers  # that of another client's answer
@@ -278,8 +279,11 @@ def test_health(engines: Engines) -> None:
         assert reply.status == 503
         assert reply.json["prefill"] == [{"url": prefill.url, "ok": False, "reason": "answers HTTP 503: dead engine"}]
         prefill.refusal = None
+        dead.start()
         assert route.get("/health").status == 200
-        decode.stop()
+        assert set(route.metric("engine_reachable").values()) == {1}
+        for engine in (decode, dead):
+            engine.stop()
         assert route.get("/health").status == 503
 
 

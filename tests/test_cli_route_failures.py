@@ -20,13 +20,15 @@ from cli_kit import line_with
 from route_kit import PROMPT, WAIT_S, routing, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
-    from route_kit import Engines, Gate, Leg
+    from route_kit import Engine, Engines, Gate, Leg
 
     Behave = Callable[[Leg], Awaitable[web.StreamResponse]]
 
 STREAM = {**PROMPT, "stream": True}
+AT_ONCE_S = 5
+"""Less than a P is left alone when D's answer has ended."""
 FIRST = b'data: {"text": "a"}\n\n'
 
 
@@ -204,6 +206,16 @@ def test_p_fails_when_d_has_begun(engines: Engines) -> None:
         assert route.metric("requests_total")['outcome="finished"'] == 1
 
 
+def test_p_does_not_end(engines: Engines) -> None:
+    """Some time after D's answer its leg is cancelled."""
+    prefill, decode = engines.prefill(), engines.decode()
+    prefill.behave = prefill.hold
+    with routing([prefill], [decode]) as route:
+        assert route.post().status == 200
+        prefill.gone.get(timeout=WAIT_S)
+        wait_until(lambda: set(route.metric("legs_in_flight").values()) == {0})
+
+
 # ---------------------------------------------------------------- D fails
 
 
@@ -216,7 +228,7 @@ def test_a_refusal_of_d_is_passed_on(engines: Engines) -> None:
     with routing([prefill], [decode, other]) as route:
         reply = route.post()
         assert (reply.status, reply.body) == (400, b'{"error": {"message": "too long"}}')
-        prefill.gone.get(timeout=WAIT_S)
+        prefill.gone.get(timeout=AT_ONCE_S)
     assert prefill.legs.qsize() == decode.legs.qsize() + other.legs.qsize() == 1
 
 
@@ -304,7 +316,7 @@ def test_d_breaks_off_a_stream(engines: Engines, rest: bytes) -> None:
         error = json.loads(event)["error"]
         assert f"decode engine {decode.url} has broken off" in error["message"]
         assert (error["code"], event[-2:]) == (502, b"\n\n")
-        prefill.gone.get(timeout=WAIT_S)
+        prefill.gone.get(timeout=AT_ONCE_S)
         assert route.metric("requests_total")['outcome="failed"'] == 1
 
 
@@ -350,19 +362,38 @@ def test_timeout_of_a_leg(engines: Engines, slow: str) -> None:
     assert decode.legs.qsize() + other.legs.qsize() == 1
 
 
-def test_an_engine_that_does_not_take_connections(engines: Engines) -> None:
-    """Its backlog is full: the kernel drops what comes, as a firewall does. Another engine is used soon."""
-    prefill, decode = engines.prefill(), engines.decode()
+@contextlib.contextmanager
+def dropping(engine: Engine) -> Iterator[None]:
+    """In place of the engine one whose backlog is full: the kernel drops what comes, as a firewall does."""
+    engine.stop()
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        lost = engines.decode()
-        lost.stop()
-        lost.port = full.getsockname()[1]
-        with socket.create_connection(full.getsockname(), WAIT_S), routing([prefill], [lost, decode]) as route:
-            begun = time.monotonic()
-            assert route.post().status == 200
-            assert time.monotonic() - begun < 20
+        engine.port = full.getsockname()[1]
+        with socket.create_connection(full.getsockname(), WAIT_S):
+            yield
+
+
+def test_a_d_that_does_not_take_connections(engines: Engines) -> None:
+    """Another one is used soon."""
+    prefill, decode, lost = engines.prefill(), engines.decode(), engines.decode()
+    with dropping(lost), routing([prefill], [lost, decode]) as route:
+        begun = time.monotonic()
+        assert route.post().status == 200
+        assert 4 < time.monotonic() - begun < 20
+
+
+def test_a_p_that_does_not_take_connections(engines: Engines) -> None:
+    """Requests that come together do not wait one after the other."""
+    lost, decode = engines.prefill(), engines.decode()
+    with dropping(lost), routing([lost], [decode]) as route:
+        begun = time.monotonic()
+        replies = list(route.clients.map(lambda _: route.post(), range(8)))
+        assert time.monotonic() - begun < 20  # 40 s otherwise
+    assert {reply.status for reply in replies} == {503}
+    assert {reply.error for reply in replies} == {
+        f"prefill engine {lost.url} cannot be reached: no connection within 5 s"
+    }
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from llm_datadist.cli.route import engines as behind
 from llm_datadist.cli.route.engines import Engine as Behind
 from llm_datadist.cli.route.engines import Pool, Role, open_session
 from llm_datadist.cli.route.router import Router
@@ -20,6 +23,8 @@ from route_kit import PROMPT, WAIT_S, Route, routing, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import pytest
 
     from route_kit import Engine, Engines, Leg
 
@@ -88,6 +93,26 @@ def test_an_engine_that_comes_back_is_used_again(engines: Engines) -> None:
             return not prefills[1].legs.empty() and not decodes[1].legs.empty()
 
         wait_until(used)
+
+
+def test_an_engine_that_refuses_is_passed_over(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a while, which takes no longer than it should; unless there is no other."""
+    monkeypatch.setattr(behind, "_REST_S", 1000.0)  # in place of half a second: nothing here waits for the end of it
+    decodes = [engines.decode(), engines.decode()]
+    decodes[1].stop()
+
+    async def look() -> None:
+        async with open_session(WAIT_S) as session:
+            pool = Pool([Behind(Role.DECODE, decode.url, session) for decode in decodes])
+            good, away = pool.engines
+            assert {pool.choose() for _ in range(2)} == {good, away}
+            assert await away.check() == "cannot be reached: Connection refused"
+            assert [pool.choose() for _ in range(4)] == [good] * 4
+            assert pool.choose({good}) is away
+            monkeypatch.setattr(behind, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 31))
+            assert {pool.choose() for _ in range(2)} == {good, away}
+
+    asyncio.run(look())
 
 
 def test_one_that_is_alone_is_tried_whenever_there_is_a_request(engines: Engines) -> None:

@@ -61,18 +61,14 @@ def run(setup: Setup) -> int:
     Raises:
         KeyboardInterrupt: SIGINT has ended it.
     """
-    try:
-        signum = asyncio.run(_serve(setup))
-    except OSError as error:
-        where = f"{setup.host}:{setup.port}"
-        print_problem("route", f"cannot listen on {where}: {error.strerror or error}; give another --host or --port")
-        return 1
+    signum = asyncio.run(_serve(setup))
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
-    return 0
+    return 0 if signum else 1
 
 
-async def _serve(setup: Setup) -> signal.Signals:
+async def _serve(setup: Setup) -> signal.Signals | None:
+    """Serve; the signal that has ended it, None if it cannot listen."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -88,7 +84,13 @@ async def _serve(setup: Setup) -> signal.Signals:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, setup.host, setup.port).start()
+            try:
+                await web.TCPSite(runner, setup.host, setup.port).start()
+            except OSError as error:
+                where = f"{setup.host}:{setup.port}"
+                reason = error.strerror or error
+                print_problem("route", f"cannot listen on {where}: {reason}; give another --host or --port")
+                return None
             host, port, *_ = runner.addresses[0]
             typer.echo(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}")
             return await stop.get()

@@ -67,10 +67,10 @@ class Answer:
 
 
 class RefusedError(Exception):
-    """An engine has refused a request as the client's fault (HTTP 4xx)."""
+    """An engine has refused a request as the client's fault (HTTP 4xx); the text says which and why."""
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
+    def __init__(self, engine: Engine, answer: Answer) -> None:
+        super().__init__(str(engine.failed(answer)))
         self.answer = answer
 
 
@@ -142,14 +142,14 @@ class Engine:
         with self._blamed():
             return await response.content.readany()
 
-    async def read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The whole body.
+    async def read(self, response: aiohttp.ClientResponse) -> Answer:
+        """The whole answer.
 
         Raises:
             EngineError: it ends too early.
         """
         with self._blamed():
-            return await response.read()
+            return Answer(response.status, end_to_end(response.headers), await response.read())
 
     async def fetch(
         self, method: str, path: str, headers: CIMultiDict[str] | None = None, body: bytes | None = None
@@ -161,16 +161,17 @@ class Engine:
             RefusedError: the client is at fault (HTTP 4xx).
         """
         with contextlib.closing(await self.open(method, path, headers, body)) as response:
-            answer = Answer(response.status, end_to_end(response.headers), await self.read(response))
+            answer = await self.read(response)
         if HTTPStatus.BAD_REQUEST <= answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise RefusedError(answer)
+            raise RefusedError(self, answer)
         if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
-            raise self.failed(answer.status, answer.body)
+            raise self.failed(answer)
         return answer
 
-    def failed(self, status: int, body: bytes) -> EngineError:
-        """What such an answer means."""
-        return EngineError(self, f"answers HTTP {status}: {error_message(body)}", HTTPStatus.BAD_GATEWAY)
+    def failed(self, answer: Answer) -> EngineError:
+        """What such an answer means, unless it is the client's fault."""
+        reason = f"answers HTTP {answer.status}: {error_message(answer.body)}"
+        return EngineError(self, reason, HTTPStatus.BAD_GATEWAY)
 
     async def check(self) -> str | None:
         """What is wrong with its health; None if nothing is."""
@@ -215,7 +216,7 @@ class Engine:
         except RefusedError as error:
             if error.answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
                 raise
-            raise self.failed(error.answer.status, error.answer.body) from error
+            raise self.failed(error.answer) from error
         return self._description_in(answer)
 
     def learn(self, answer: Answer) -> None:

@@ -98,7 +98,7 @@ class _DecodeLeg:
         body = decode_body(call.fields, transfer_id, description)
         self.response = await self.engine.open("POST", call.path, call.headers, body)
         if self.response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise self.engine.failed(self.response.status, await self.engine.read(self.response))
+            raise self.engine.failed(await self.engine.read(self.response))
         self.first = await self.engine.next_chunk(self.response)
         return self.response
 

@@ -15,13 +15,14 @@ from llm_datadist.cli.route.router import CHAT, COMPLETIONS, Outcome, error_resp
 from llm_datadist.observe.metrics import PREFIX
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from aiohttp.typedefs import Handler
 
     from llm_datadist.cli.route.router import Router
 
 _MOST_BYTES: Final = 256 << 20
 """Of a request: images in a chat make it large."""
-
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -82,21 +83,22 @@ class _Operators:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Counters in Prometheus' text format."""
-        outcomes = self._router.outcomes
         engines = (*self._router.prefill.engines, *self._router.decode.engines)
         labels = [f'role="{engine.role.value}",engine="{engine.url}"' for engine in engines]
+        legs = [engine.in_flight for engine in engines]
+        reachable = [int(not engine.refuses) for engine in engines]
+        outcomes = [f'outcome="{outcome.value}"' for outcome in Outcome]
+        requests = [self._router.outcomes[outcome] for outcome in Outcome]
         lines = [
-            f"# TYPE {PREFIX}route_requests_total counter",
-            *(f'{PREFIX}route_requests_total{{outcome="{each.value}"}} {outcomes[each]}' for each in Outcome),
-            f"# TYPE {PREFIX}route_legs_in_flight gauge",
-            *(
-                f"{PREFIX}route_legs_in_flight{{{label}}} {engine.in_flight}"
-                for label, engine in zip(labels, engines, strict=True)
-            ),
-            f"# TYPE {PREFIX}route_engine_reachable gauge",
-            *(
-                f"{PREFIX}route_engine_reachable{{{label}}} {int(not engine.refuses)}"
-                for label, engine in zip(labels, engines, strict=True)
-            ),
+            *_family("requests_total", "counter", outcomes, requests),
+            *_family("legs_in_flight", "gauge", labels, legs),
+            *_family("engine_reachable", "gauge", labels, reachable),
         ]
-        return web.Response(text="\n".join([*lines, ""]), headers={"Content-Type": _EXPOSITION})
+        return web.Response(text="".join(lines), headers={"Content-Type": _EXPOSITION})
+
+
+def _family(name: str, kind: str, labels: Iterable[str], values: Iterable[int]) -> Iterator[str]:
+    full = f"{PREFIX}route_{name}"
+    yield f"# TYPE {full} {kind}\n"
+    for label, value in zip(labels, values, strict=True):
+        yield f"{full}{{{label}}} {value}\n"

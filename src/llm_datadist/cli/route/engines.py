@@ -51,7 +51,8 @@ class EngineError(Exception):
 
     def __init__(self, engine: Engine, reason: str, status: HTTPStatus, *, elsewhere: bool = True) -> None:
         super().__init__(f"{engine.role.value} engine {engine.url} {reason}")
-        self.engine, self.reason, self.status = engine, reason, status
+        self.engine, self.reason = engine, reason
+        self.status: int = status.value  # whose text is the number in Python 3.10, too
         self.elsewhere = elsewhere
         """Whether another engine may do better."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llm_datadist.cache_manager import CacheManager
+    from route_kit import Engines
 
 # A shell that starts the suite in the background has it ignore SIGINT, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -93,5 +94,15 @@ def messaging(loopback_message_datadist: LLMDataDist) -> CacheManager:
 def peers() -> Iterator[Peers]:
     """A factory of peers in child processes, for one test."""
     made = Peers()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    """A factory of stand-ins for vLLM engines, for one test."""
+    from route_kit import Engines  # noqa: PLC0415 - only the tests of the router need aiohttp
+
+    made = Engines()
     yield made
     made.close()

@@ -174,6 +174,30 @@ def top(
     raise typer.Exit(_interruptible("top", lambda: command.run(endpoints, interval, once=once)))
 
 
+@app.command()
+def route(
+    *,
+    prefill: Annotated[list[str], typer.Option(metavar="URL", help="A vLLM that prefills; give it once for each.")],
+    decode: Annotated[list[str], typer.Option(metavar="URL", help="A vLLM that decodes; give it once for each.")],
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each request to an engine.")] = 600.0,
+) -> None:
+    """Serve vLLM's API, with prefill and decode on two engines at once: for layer-wise push.
+
+    Both run LLMDataDistConnector in push mode. Needs the extra route. Prints the address it listens on; Ctrl-C ends it.
+    Exit code 0: SIGTERM has ended it; 1: it cannot listen; 2: wrong usage; 130: interrupted.
+    """
+    from llm_datadist.cli.route import command  # noqa: PLC0415 - it needs the extra route
+
+    try:
+        prefill, decode = ([command.parse_url(url) for url in urls] for urls in (prefill, decode))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    setup = command.Setup(prefill, decode, host, port, timeout)
+    raise typer.Exit(_interruptible("route", lambda: command.run(setup)))
+
+
 @app.command(name="cpp-config")
 def cpp_config(
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_EXTRAS = {"typer": "cli", "rich": "cli", "prometheus_client": "cli,metrics"}
+_EXTRAS = {"typer": "cli", "rich": "cli", "prometheus_client": "cli,metrics", "aiohttp": "route"}
 """By package that is missing."""
 
 

@@ -1,0 +1,144 @@
+"""What is said over HTTP: the bodies of both legs, the headers that are passed on, errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import uuid
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDict, CIMultiDictProxy
+
+Fields: TypeAlias = "dict[str, msgspec.Raw]"
+"""A JSON object whose values are passed on as they came, byte for byte."""
+
+REQUEST_ID: Final = "X-Request-Id"
+_HOP_BY_HOP: Final = (
+    "Connection",
+    "Keep-Alive",
+    "Proxy-Authenticate",
+    "Proxy-Authorization",
+    "Proxy-Connection",
+    "TE",
+    "Trailer",
+    "Transfer-Encoding",
+    "Upgrade",
+)
+_OF_THE_CLIENT_S_BODY: Final = ("Content-Encoding", "Content-Length", "Expect", "Host")
+_ONE: Final = msgspec.Raw(b"1")
+_FALSE: Final = msgspec.Raw(b"false")
+
+
+def parse_fields(body: bytes) -> Fields:
+    """The fields of a request.
+
+    Raises:
+        ValueError: the body is no JSON object.
+    """
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = f"the body is no JSON object: {error}"
+        raise ValueError(message) from None
+
+
+def prefill_body(fields: Fields, transfer_id: str, *, chat: bool) -> bytes:
+    """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id."""
+    leg: dict[str, Any] = {
+        name: value for name, value in fields.items() if name not in {"stream_options", "min_tokens"}
+    }
+    leg |= {"stream": _FALSE, "max_tokens": _ONE}
+    if chat or "max_completion_tokens" in leg:
+        leg["max_completion_tokens"] = _ONE
+    if "n" in leg:
+        leg["n"] = _ONE
+    leg["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    return msgspec.json.encode(leg)
+
+
+def decode_body(fields: Fields, transfer_id: str, description: bytes) -> bytes:
+    """What D gets: the client's request, and where its KV cache comes from."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "llm_datadist": msgspec.Raw(description),
+    }
+    return msgspec.json.encode({**fields, "kv_transfer_params": params})
+
+
+def describe_body(model: str) -> bytes:
+    """The one-token request whose answer has P's description."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
+    return msgspec.json.encode({"model": model, "prompt": [1], "max_tokens": 1, "kv_transfer_params": params})
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+def first_model(answer: bytes) -> str | None:
+    """The first id of ``/v1/models``, None if it has none."""
+    try:
+        models = msgspec.json.decode(answer, type=_Models).data
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    model = models[0].get("id") if models else None
+    return model if isinstance(model, str) else None
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+
+def description_in(answer: bytes) -> bytes | None:
+    """The description in an answer of P: a JSON object, not read any further; None if it has none."""
+    try:
+        params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params or {}
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    description = bytes(params.get("llm_datadist", b""))
+    return description if description.startswith(b"{") else None
+
+
+def error_body(status: int, message: str) -> bytes:
+    """An error as OpenAI's clients expect it."""
+    kind = HTTPStatus(status).phrase.title().replace(" ", "").replace("-", "") + "Error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error
+
+
+def error_message(answer: bytes, most: int = 300) -> str:
+    """What an engine's error says: its message, or how the body begins."""
+    try:
+        return msgspec.json.decode(answer, type=_ErrorAnswer).error.message[:most]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return " ".join(answer[:most].decode(errors="replace").split())
+
+
+def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """The headers that are not for the next hop alone (RFC 9110, 7.6.1)."""
+    passed = headers.copy()
+    named = [name.strip() for value in headers.getall("Connection", []) for name in value.split(",")]
+    for name in (*_HOP_BY_HOP, *named):
+        passed.popall(name, None)
+    return passed
+
+
+def request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """What engines get of the client's headers; with a new id of the request if it has none."""
+    passed = end_to_end(headers)
+    for name in _OF_THE_CLIENT_S_BODY:
+        passed.popall(name, None)
+    passed["Accept-Encoding"] = "identity"  # P's answer is read here, and an error may be added to D's
+    passed[REQUEST_ID] = headers.get(REQUEST_ID) or uuid.uuid4().hex
+    return passed

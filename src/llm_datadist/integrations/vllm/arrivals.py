@@ -1,0 +1,142 @@
+"""How a decode worker waits for KV that prefill workers push into its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from llm_datadist import LLMException
+from llm_datadist.integrations.vllm.logs import logger
+from llm_datadist.integrations.vllm.messages import Cancel, Register
+from llm_datadist.integrations.vllm.peers import UnreachableError
+from llm_datadist.integrations.vllm.routes import reader_counts, routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.integrations.vllm.orders import Load
+    from llm_datadist.integrations.vllm.params import Facts
+    from llm_datadist.integrations.vllm.peers import Peers
+
+
+@dataclasses.dataclass
+class _Arrival:
+    load: Load
+    begin: float
+    deadline: float
+    pending: dict[int, int]
+    """Workers that have not said how it ended, and how many readers each has."""
+    told: set[int] = dataclasses.field(default_factory=set)
+    """Workers that know of it, and so were linked."""
+    error: str = ""
+
+
+class Arrivals:
+    """Pushes that this worker waits for. Thread-safe.
+
+    A load ends when no worker writes to its blocks any more: each has said that it has written all, or that it has
+    stopped, or its process has gone.
+    """
+
+    def __init__(
+        self, facts: Facts, rank: int, peers: Peers, timeout_s: float, ended: Callable[[Load, float, int, str], None]
+    ) -> None:
+        self._facts = facts
+        self._rank = rank
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._arrivals: dict[str, _Arrival] = {}
+
+    def expect(self, load: Load) -> None:
+        """Register with all workers that have something for this one. May block for the link timeout."""
+        counts = reader_counts(self._facts, load.remote.facts)
+        mine = routes(self._facts, self._rank, load.remote.facts)
+        now = time.monotonic()
+        workers = load.remote.workers
+        pending = {workers[rank].cluster_id: counts[rank] for rank in mine}
+        if load.reported:
+            with self._lock:
+                self._arrivals[load.transfer] = _Arrival(load, now, now + self._timeout_s, dict(pending))
+        for rank, worker in enumerate(workers):
+            wanted = rank in mine
+            if not wanted and (counts[rank] or self._rank):
+                continue  # others of this engine read from it, or tell it that nobody does
+            first = load.first if wanted else load.tokens
+            message = Register(
+                load.transfer, max(1, counts[rank]), self._facts, self._rank, first, load.tokens, load.blocks
+            )
+            try:
+                self._peers.send(self._peers.link(worker), message)
+            except (UnreachableError, LLMException) as error:
+                self._gone(load.transfer, worker.cluster_id, f"the prefill worker cannot be told: {error}")
+            else:
+                with self._lock:
+                    if (arrival := self._arrivals.get(load.transfer)) is not None:
+                        arrival.told.add(worker.cluster_id)
+
+    def written(self, cluster_id: int, transfer: str) -> None:
+        """A worker has written all that it had."""
+        self._gone(transfer, cluster_id, "")
+
+    def stopped(self, cluster_id: int, transfer: str, reason: str) -> None:
+        """A worker writes nothing more."""
+        self._gone(transfer, cluster_id, f"the prefill engine has not pushed all of it: {reason}")
+
+    def cancel(self, request: str) -> None:
+        """The request is not wanted any more; its load ends as soon as nobody writes."""
+        with self._lock:
+            found = [each for each in self._arrivals.values() if each.load.request == request]
+            for each in found:
+                each.error = each.error or "the request was aborted"
+        for each in found:
+            self._stop_others(each)
+
+    def watch(self) -> None:
+        """Give up what takes too long, and what comes from a worker whose link has ended."""
+        now = time.monotonic()
+        with self._lock:
+            every = list(self._arrivals.values())
+        for each in every:
+            for cluster_id in each.told & each.pending.keys():
+                if not self._peers.is_linked(cluster_id):
+                    self._gone(each.load.transfer, cluster_id, "the link to the prefill worker has ended")
+            if now > each.deadline:
+                each.deadline = now + self._timeout_s
+                each.error = each.error or f"nothing was pushed for {self._timeout_s:g} s (push_timeout_seconds)"
+                self._stop_others(each)
+
+    def _gone(self, transfer: str, cluster_id: int, error: str) -> None:
+        with self._lock:
+            arrival = self._arrivals.get(transfer)
+            if arrival is None or arrival.pending.pop(cluster_id, None) is None:
+                return
+            first_error = bool(error) and not arrival.error
+            arrival.error = arrival.error or error
+            over = not arrival.pending
+            if over:
+                del self._arrivals[transfer]
+        if over:
+            moved = 0 if arrival.error else self._bytes(arrival.load)
+            self._ended(arrival.load, time.monotonic() - arrival.begin, moved, arrival.error)
+        elif first_error:
+            self._stop_others(arrival)
+
+    def _stop_others(self, arrival: _Arrival) -> None:
+        for cluster_id, readers in list(arrival.pending.items()):
+            try:
+                self._peers.send(cluster_id, Cancel(arrival.load.transfer, max(1, readers)))
+            except LLMException as error:
+                logger.warning("A prefill worker was not told to stop: %s", error)
+
+    def _bytes(self, load: Load) -> int:
+        total = 0
+        for number, each in enumerate(self._facts.caches):
+            blocks = sum(1 for block in load.blocks[each.group] if block)
+            total += (
+                blocks * each.chunks * len(self._facts.split(number).of(self._rank)) * each.piece_bytes * each.layers
+            )
+        return total

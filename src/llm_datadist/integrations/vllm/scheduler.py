@@ -1,0 +1,289 @@
+"""The scheduler's half of the connector: decides what is loaded, kept and released, and tells the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from llm_datadist.integrations.vllm import params as contract
+from llm_datadist.integrations.vllm.logs import logger
+from llm_datadist.integrations.vllm.metadata import Address, Orders
+from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
+from llm_datadist.integrations.vllm.worker_leases import SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from llm_datadist.integrations.vllm.options import Options
+    from llm_datadist.integrations.vllm.orders import Blocks
+    from llm_datadist.integrations.vllm.params import Facts, Remote
+
+_RENEWALS_PER_LEASE: Final = 6
+_DELIVERED: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclasses.dataclass
+class _Serving:
+    """A request of this prefill engine whose KV another engine gets."""
+
+    slot: int = -1
+    generation: int = 0
+    transfer: str = ""
+    prompt: int = 0
+    sent: int = 0
+    """Tokens whose blocks have been ordered to be pushed."""
+
+
+class Scheduler:
+    """State of the requests that take part in a transfer; used by one thread."""
+
+    def __init__(self, options: Options, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        self._options = options
+        self._engine_id = engine_id
+        self._config = kv_cache_config
+        specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+        self._block_tokens = [spec.block_size for spec in specs]
+        self._backoff = int(any(isinstance(spec, SlidingWindowSpec) for spec in specs))
+        """Prompt tokens that a prefill engine leaves to the decode engine. That one computes the last prompt token
+        again, and so needs its window, of which the prefill engine may free the first block after that token."""
+        self._facts: Facts | None = None
+        self._workers: tuple[contract.Worker, ...] = ()
+        self._orders = Orders()
+        self._serving: dict[str, _Serving] = {}
+        self._slots: deque[int] = deque(range(SLOTS))
+        self._remotes: dict[str, Remote] = {}
+        """Where the KV of requests is that have no blocks here yet."""
+        self._loading: set[str] = set()
+        self._waiting: dict[str, Remote] = {}
+        """Leases of others that are renewed until their request has been loaded."""
+        self._renewed = 0.0
+
+    def set_workers(self, metadata: Mapping[int, object]) -> None:
+        """Learn where the workers of this engine are."""
+        addresses = [metadata[rank] for rank in sorted(metadata)]
+        ours = [each for each in addresses if isinstance(each, Address)]
+        if not ours or len(ours) != len(addresses):
+            raise TypeError("the workers of this engine do not run LLMDataDistConnector: use it on all ranks")
+        self._workers = tuple(each.worker for each in ours)
+        self._facts = ours[0].facts
+
+    # ------------------------------------------------------------ arrival
+
+    def arrived(self, request: Request) -> None:
+        """A request is new: make links early, and keep its lease alive."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_decode") and not params.get("describe"):
+            self._leave_last_token(request)
+        if params.get("do_remote_prefill") and (remote := _remote(request, params)) is not None:
+            self._remotes[request.request_id] = remote
+            self._orders.links.append(remote)
+            if remote.lease is not None:
+                self._waiting[request.request_id] = remote
+
+    def _leave_last_token(self, request: Request) -> None:
+        count = self._backoff
+        if not count or request.num_prompt_tokens <= count or request.prompt_token_ids is None:
+            return
+        del request.prompt_token_ids[-count:]
+        del request._all_token_ids[-count:]  # noqa: SLF001 - vLLM's own connectors shorten a request in the same way
+        request.num_prompt_tokens -= count
+        request.max_tokens = 1
+
+    def matched(self, request: Request, computed: int) -> int:
+        """How many tokens beyond ``computed`` will be loaded. No side effects."""
+        remote = self._remotes.get(request.request_id)
+        return 0 if remote is None else max(0, self._claimed(request, remote) - computed)
+
+    def _claimed(self, request: Request, remote: Remote) -> int:
+        prompt = int(request.num_prompt_tokens)
+        given = remote.tokens or prompt - (self._backoff if prompt > self._backoff else 0)
+        return min(given, prompt)
+
+    # ------------------------------------------------------------ blocks
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """A request has got its blocks: order the load, or begin to serve it."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_decode"):
+            self._begin_serving(request, params)
+        elif params.get("do_remote_prefill"):
+            params["do_remote_prefill"] = False  # once, also after a preemption
+            remote = self._remotes.pop(request.request_id, None)
+            if remote is not None:
+                self._order_load(request, remote, blocks.get_block_ids(), external)
+
+    def _begin_serving(self, request: Request, params: Mapping[str, Any]) -> None:
+        if request.request_id in self._serving or params.get("describe"):
+            return
+        serving = _Serving(prompt=request.num_prompt_tokens)
+        if self._options.mode == "push":
+            serving.transfer = str(params.get("transfer_id") or "")
+            if not serving.transfer:
+                return
+        elif self._slots:
+            serving.slot, serving.generation = self._slots.popleft(), secrets.randbits(63) | 1
+            self._orders.opened.append(Open(request.request_id, serving.slot, serving.generation))
+        else:
+            logger.warning("%d requests wait to be read: request %s cannot be handed over", SLOTS, request.request_id)
+            return
+        self._serving[request.request_id] = serving
+
+    def _order_load(self, request: Request, remote: Remote, block_ids: Sequence[list[int]], external: int) -> None:
+        tokens = self._claimed(request, remote)
+        first = tokens - external
+        request_id = request.request_id
+        transfer = "" if remote.lease is not None else str((request.kv_transfer_params or {}).get("transfer_id"))
+        if external == 0:  # all of it was cached here
+            self._waiting.pop(request_id, None)
+            if not transfer:
+                self._orders.releases.append(remote)
+                return
+        wanted = self._wanted(self._config.select_transfer_block_ids(block_ids), first, tokens)
+        problems = [] if self._facts is None else contract.differences(self._facts, remote.facts)
+        error = f"the engines do not fit together: {'; '.join(problems)}" if problems else ""
+        load = Load(request_id, remote, first, tokens, wanted, transfer, error, reported=external > 0)
+        self._orders.loads.append(load)
+        if external:
+            self._loading.add(request_id)
+
+    def _wanted(self, block_ids: Sequence[Sequence[int]], first: int, tokens: int) -> Blocks:
+        """For each group the blocks from token ``first`` on; 0 for those before, and those behind a sliding window."""
+        found = []
+        for blocks, size in zip(block_ids, self._block_tokens, strict=True):
+            low, high = first // size, -(-tokens // size)
+            found.append(tuple(block if low <= at < high else 0 for at, block in enumerate(blocks[:high])))
+        return tuple(found)
+
+    # ------------------------------------------------------------ the step
+
+    def orders(self, output: SchedulerOutput, manager: KVCacheManager | None) -> Orders:
+        """The orders of this step."""
+        made, self._orders = self._orders, Orders()
+        made.idle = output.total_num_scheduled_tokens == 0
+        if self._waiting:
+            self._renew(made)
+        if self._serving and self._options.mode == "push" and manager is not None:
+            self._order_parts(made, output, manager)
+        return made
+
+    def _renew(self, made: Orders) -> None:
+        now = time.monotonic()
+        shortest = min(each.lease.seconds for each in self._waiting.values() if each.lease is not None)
+        if now - self._renewed >= shortest / _RENEWALS_PER_LEASE:
+            self._renewed = now
+            made.renewals.extend(self._waiting.values())
+
+    def _order_parts(self, made: Orders, output: SchedulerOutput, manager: KVCacheManager) -> None:
+        computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, before in computed.items():
+            serving = self._serving.get(request_id)
+            if serving is None or serving.sent >= serving.prompt:
+                continue
+            tokens = min(before + output.num_scheduled_tokens[request_id], serving.prompt)
+            first = min(serving.sent, before)  # less than was sent, if it was preempted and begins again
+            blocks = self._config.select_transfer_block_ids(manager.get_block_ids(request_id))
+            last = tokens >= serving.prompt
+            owned = tuple(tuple(each) for each in blocks)
+            made.parts.append(Part(request_id, serving.transfer, first, tokens, last, owned))
+            serving.sent = tokens
+
+    # ------------------------------------------------------------ the end
+
+    def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks must be kept, and what the client is told."""
+        params = request.kv_transfer_params
+        request_id = request.request_id
+        if not params:
+            return False, None
+        if params.get("describe"):
+            return False, self._answer(self._described())
+        serving = self._serving.get(request_id)
+        if serving is not None:
+            return self._end_serving(request, serving, block_ids)
+        self._waiting.pop(request_id, None)
+        if params.get("do_remote_prefill"):  # it never got blocks
+            params["do_remote_prefill"] = False
+            remote = self._remotes.pop(request_id, None)
+            if remote is not None and remote.lease is not None:
+                self._orders.releases.append(remote)
+        elif request_id in self._loading:
+            self._orders.cancelled.append(request_id)
+        return False, None
+
+    def _end_serving(
+        self, request: Request, serving: _Serving, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        delivered = request.status in _DELIVERED
+        if serving.transfer:
+            if delivered and serving.sent >= serving.prompt:
+                self._orders.holds.append(Hold(request_id, self._options.lease_seconds, serving.transfer))
+                return True, self._answer(self._described())
+            del self._serving[request_id]
+            self._orders.dropped.append((serving.transfer, f"the prefill ended with {request.status.name}"))
+            return False, None
+        if not delivered:
+            self._orders.closed.append(request_id)
+            self._forget(request_id)
+            return False, None
+        tokens = min(request.num_computed_tokens, serving.prompt)
+        self._orders.holds.append(Hold(request_id, self._options.lease_seconds))
+        lease = contract.Lease(request_id, serving.slot, f"{serving.generation:x}", self._options.lease_seconds)
+        blocks = tuple(tuple(each) for each in self._config.select_transfer_block_ids(block_ids))
+        return True, self._answer(self._described(tokens=tokens, blocks=blocks, lease=lease))
+
+    def _described(self, **more: Any) -> Remote:
+        if self._facts is None:
+            raise RuntimeError("the workers have not registered their KV caches yet")
+        return contract.Remote(contract.VERSION, self._engine_id, self._facts, self._workers, **more)
+
+    def _answer(self, remote: Remote) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            contract.KEY: contract.encode(remote),
+        }
+
+    def done(self, output: KVConnectorOutput) -> None:
+        """Workers have finished with requests."""
+        for request_id in output.finished_recving or ():
+            self._loading.discard(request_id)
+            self._waiting.pop(request_id, None)
+        for request_id in output.finished_sending or ():
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        serving = self._serving.pop(request_id, None)
+        if serving is not None and serving.slot >= 0:
+            self._slots.append(serving.slot)
+
+
+def _remote(request: Request, params: Mapping[str, Any]) -> Remote | None:
+    """From where a request's KV comes; None, with a warning, if what came with it cannot be used."""
+    try:
+        remote = contract.decode(params.get(contract.KEY))
+        if remote.lease is None and not params.get("transfer_id"):
+            raise ValueError("neither a lease to read under, nor a transfer_id to wait for")
+    except ValueError as error:
+        logger.warning("Request %s is computed here, nothing is loaded: %s", request.request_id, error)
+        return None
+    return remote

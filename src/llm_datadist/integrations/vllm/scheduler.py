@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.params import Facts, Remote
 
 _RENEWALS_PER_LEASE: Final = 6
+_MOST_SEEN: Final = 8192
 _DELIVERED: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -65,6 +66,8 @@ class Scheduler:
         self._slots: deque[int] = deque(range(SLOTS))
         self._remotes: dict[str, Remote] = {}
         """Where the KV of requests is that have no blocks here yet."""
+        self._seen: dict[tuple[str, str], str] = {}
+        """Which request came first for which KV, the latest last."""
         self._loading: set[str] = set()
         self._waiting: dict[str, Remote] = {}
         """Leases of others that are renewed until their request has been loaded."""
@@ -88,11 +91,22 @@ class Scheduler:
             return
         if params.get("do_remote_decode") and not params.get("describe"):
             self._leave_last_token(request)
-        if params.get("do_remote_prefill") and (remote := _remote(request, params)) is not None:
+        remote = _remote(request, params) if params.get("do_remote_prefill") else None
+        if remote is not None and self._is_first(request.request_id, remote, params):
             self._remotes[request.request_id] = remote
             self._orders.links.append(remote)
             if remote.lease is not None:
                 self._waiting[request.request_id] = remote
+
+    def _is_first(self, request_id: str, remote: Remote, params: Mapping[str, Any]) -> bool:
+        """Whether no other request has come for the same KV, which is handed over once: one of several sequences."""
+        name = remote.lease.request if remote.lease is not None else str(params["transfer_id"])
+        first = self._seen.setdefault((remote.engine, name), request_id)
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        if first != request_id:
+            logger.info("Request %s is computed here: request %s gets the KV of %s", request_id, first, name)
+        return first == request_id
 
     def _leave_last_token(self, request: Request) -> None:
         count = self._backoff

@@ -38,6 +38,8 @@ class Options:
     """For reaching the workers of another engine."""
     push_timeout_seconds: float = 600.0
     """How long a decode engine waits for a push."""
+    populate: bool = True
+    """Have the system provide the memory of the whole KV cache at start, instead of in the middle of transfers."""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Properties of ``LLMConfig``: ``{"secret_file": "/run/kv.secret"}``, ``{"paths": "tcp"}``."""
 
@@ -63,6 +65,8 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e7:  # noqa: PLR2004
                 raise _wrong(name, value, "a positive number")
+        if not isinstance(self.populate, bool):
+            raise _wrong("populate", self.populate, "true or false")
         if not isinstance(self.config, dict):
             raise _wrong("config", self.config, "an object with properties of LLMConfig")
         for name in self.config:

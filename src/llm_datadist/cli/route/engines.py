@@ -51,9 +51,10 @@ class EngineError(Exception):
 
     def __init__(self, engine: Engine, reason: str, status: HTTPStatus, *, elsewhere: bool = True) -> None:
         super().__init__(f"{engine.role.value} engine {engine.url} {reason}")
-        self.engine, self.reason = engine, reason
+        self.engine: Engine = engine
+        self.reason: str = reason
         self.status: int = status.value  # whose text is the number in Python 3.10, too
-        self.elsewhere = elsewhere
+        self.elsewhere: bool = elsewhere
         """Whether another engine may do better."""
 
 
@@ -90,8 +91,9 @@ class Engine:
     """One vLLM server."""
 
     def __init__(self, role: Role, url: str, session: aiohttp.ClientSession) -> None:
-        self.role, self.url = role, url
-        self.in_flight = 0
+        self.role: Role = role
+        self.url: str = url
+        self.in_flight: int = 0
         """Legs that run."""
         self._session = session
         self._refusals, self._rests_until = 0, 0.0

@@ -112,7 +112,8 @@ class Router:
     """Sends every request to an engine of each pool."""
 
     def __init__(self, prefill: Pool, decode: Pool) -> None:
-        self.prefill, self.decode = prefill, decode
+        self.prefill: Pool = prefill
+        self.decode: Pool = decode
         self.outcomes: Counter[Outcome] = Counter()
         self._prefill_legs: set[asyncio.Task[None]] = set()
 

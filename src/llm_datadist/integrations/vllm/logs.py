@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import logging
 
-logger = logging.getLogger("vllm.llm_datadist")
+logger: logging.Logger = logging.getLogger("vllm.llm_datadist")

@@ -68,7 +68,12 @@ if TYPE_CHECKING:
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Done | Renew | Register | Cancel | Written | Stopped
 )
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """As bytes of a notification."""
+    return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Message | None:

@@ -93,7 +93,7 @@ class Worker:
         if dist.listen_address is None:
             raise RuntimeError("the transfer library does not listen")
         host, port = dist.listen_address
-        self.address = Address(params.Worker(f"{self._cluster_id:x}", host, port), facts)
+        self.address: Address = Address(params.Worker(f"{self._cluster_id:x}", host, port), facts)
         self._single_group = len(self._kv_cache_config.transfer_groups) == 1
         threading.Thread(target=self._read_mail, name="llm-datadist-vllm-mail", daemon=True).start()
         size = sum(len(each.addresses) * each.shape.pieces * each.shape.piece_bytes for each, _ in found)

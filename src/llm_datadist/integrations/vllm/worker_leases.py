@@ -17,6 +17,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy.typing as npt
+
     from llm_datadist.integrations.vllm.orders import Hold, Open
 
 SLOTS: Final = 65536
@@ -37,7 +39,7 @@ class Leases:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self.generations = np.zeros(SLOTS, np.uint64)
+        self.generations: npt.NDArray[np.uint64] = np.zeros(SLOTS, np.uint64)
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._over: set[str] = set()

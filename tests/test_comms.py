@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,13 @@ import pytest
 
 from expect import expect
 from llm_datadist import LLMStatusCode, RegisterMemStatus
+from llm_datadist.utils.deadline import Deadline
 from peers import TIMEOUT_S, Node, Peer
 from test_clients import link_by_table, link_only, unlink_comm
 from test_links import free_port, pull_one, with_caches
 
 if TYPE_CHECKING:
+    from llm_datadist.engine.link import Link
     from peers import Peers
 
 OK = RegisterMemStatus.OK
@@ -60,6 +63,33 @@ def test_three_members_are_linked_pairwise(peers: Peers, paths: str) -> None:
     for future in [member.begin(unlink_comm) for member in members]:
         future.result(TIMEOUT_S)
     expect(LLMStatusCode.LLM_NOT_YET_LINK, lambda: members[0].call(pull_one, members[1].cluster_id))
+
+
+def end_all_at_once(node: Node) -> int:
+    """In the child: unlink; no link ends before the end of the other has begun. How many deadlines they have had."""
+    engine = node.datadist._engine
+    assert engine is not None
+    ender, together, deadlines = engine._core.ender, threading.Barrier(2, timeout=TIMEOUT_S), set[Deadline]()
+    real = ender.end
+
+    def end(link: Link, deadline: Deadline) -> None:
+        together.wait()
+        deadlines.add(deadline)
+        real(link, deadline)
+
+    ender.end = end  # type: ignore[method-assign]
+    unlink_comm(node)
+    return len(deadlines)
+
+
+def test_members_are_unlinked_at_once(peers: Peers) -> None:
+    """Were several stalled, each would take its time, one after the other."""
+    members = members_of(peers, 3)
+    devices = [{"device_ip": "127.0.0.1", "device_port": free_port()} for _ in members]
+    assert link_all(members, table(devices)) == [OK] * 3
+    assert members[0].call(end_all_at_once) == 1
+    for other in members[1:]:
+        expect(LLMStatusCode.LLM_NOT_YET_LINK, lambda other=other: members[0].call(pull_one, other.cluster_id))
 
 
 def test_port_follows_from_the_device_id(peers: Peers) -> None:

@@ -41,12 +41,15 @@ def test_no_schedule_violates_an_invariant() -> None:
         assert int(found[1]) > SCHEDULES // 20
 
 
-@pytest.mark.parametrize("seed", [962, 1664, 2345, 203366, 204671, 108430])
+@pytest.mark.parametrize("seed", [962, 1664, 2345, 203366, 204671, 108430, 304024, 304040, 403019])
 def test_schedules_that_once_failed(seed: int) -> None:
     """Two sides that finalize at once: what the peer had ended in good order was waited for, and never closed.
 
-    The last but one: a rank-table link that was begun while its engine was finalized listened for ever. The last: who
-    gave up a push that another was giving up did not wait, and its bytes came after its failure.
+    204671: a rank-table link that was begun while its engine was finalized listened for ever. 108430: who gave up a
+    push that another was giving up did not wait, and its bytes came after its failure. 304024: who needed the peer's
+    catalogue waited for others that had asked for it, past its own deadline. The last two were faults of the
+    simulation: a caller that waits for four rank-table links takes long, and an engine may be killed before it is
+    complete.
     """
     done = simulate("--schedules", "1", "--seed", str(seed))
     assert "1 schedules, 0 bad" in done.stdout, done.stdout + done.stderr
@@ -56,7 +59,7 @@ def test_a_seed_gives_the_same_schedule_again() -> None:
     first, again = (simulate("--schedules", "6", "--seed", "40", "--trace", hash_seed=seed) for seed in (1, 2))
     assert re.search(r"digest [0-9a-f]{16}", first.stdout)
     assert first.stdout.splitlines()[:-3] == again.stdout.splitlines()[:-3]
-    digests = [re.search(r"digest (\S+),", done.stdout) for done in (first, again)]
+    digests = [re.search(r"digest (\S+)", done.stdout) for done in (first, again)]
     assert digests[0] is not None
     assert digests[1] is not None
     assert digests[0][1] == digests[1][1]

@@ -112,7 +112,6 @@ class Member:
     busy: set[int] = field(default_factory=set)
     """Blocks of the sink that pushes are under way to."""
     busy_targets: set[int] = field(default_factory=set)
-    dead: list[Engine] = field(default_factory=list)
     lock: Any = None
     """Of who unregisters something."""
 
@@ -179,8 +178,6 @@ class Member:
         now = self.world.scheduler.now
         for memory in itertools.chain(*self.memories):
             memory.until = memory.until if memory.until is not None else now
-        if self.engine is not None:
-            self.dead.append(self.engine)
         self.ready, self.engine = False, None
 
     def finalize(self) -> None:
@@ -190,9 +187,3 @@ class Member:
             return
         self.closing, self.ready = True, False
         engine.close()
-
-
-def free_dead(member: Member) -> None:
-    """Give back what a killed process would have lost: its descriptors are real."""
-    for engine in member.dead:
-        engine._core.regions.close()

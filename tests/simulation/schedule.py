@@ -12,9 +12,10 @@ from unittest import mock
 
 from llm_datadist.engine.link import Link
 from llm_datadist.engine.session import Session
+from llm_datadist.memory.regions import RegionTable
 from llm_datadist.paths import inprocess, one_sided, tcp
 from simulation import state
-from simulation.cluster import Member, Plan, free_dead
+from simulation.cluster import Member, Plan
 from simulation.operations import Caller, Trial
 from simulation.scheduler import StuckError
 from simulation.world import World
@@ -22,7 +23,8 @@ from simulation.world import World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LONGEST_S = 400.0
+LONGEST_S = 1200.0
+"""Longer than all calls of one caller, were each a rank-table link that waits for its peer in vain."""
 REST_S = 150.0
 """Longer than any timer of an engine."""
 
@@ -65,14 +67,14 @@ def run(seed: int) -> Result:
     count = world.scheduler.rng.choice((2, 2, 3, 4))
     members = [Member(number, world, plan, serials) for number in range(1, count + 1)]
     trial = Trial(world, members)
-    with world.installed(), _countable(), _small_parts(world):
+    with world.installed(), _countable(), _small_parts(world), _tables() as tables:
         director = _Director(trial)
         task = world.watcher.run("director", director.run)
         try:
             world.scheduler.run(task)
         except StuckError as error:
             trial.violated(str(error))
-        _finish(world, members, trial)
+        _finish(world, members, trial, tables)
     trial.violations += world.scheduler.failures
     trial.violations += [f"unexpected error: {text}" for text in errors.seen]
     return Result(
@@ -111,7 +113,21 @@ def _small_parts(world: World) -> Iterator[None]:
         yield
 
 
-def _finish(world: World, members: list[Member], trial: Trial) -> None:
+@contextlib.contextmanager
+def _tables() -> Iterator[list[RegionTable]]:
+    """All region tables that are made meanwhile, also those of engines that are killed before they are complete."""
+    tables: list[RegionTable] = []
+    real = RegionTable.__init__
+
+    def made(self: RegionTable) -> None:
+        tables.append(self)
+        real(self)
+
+    with mock.patch.object(RegionTable, "__init__", made):
+        yield tables
+
+
+def _finish(world: World, members: list[Member], trial: Trial, tables: list[RegionTable]) -> None:
     """End what is left, so that nothing of it gets into the next schedule."""
     scheduler = world.scheduler
     for member in members:
@@ -126,7 +142,8 @@ def _finish(world: World, members: list[Member], trial: Trial) -> None:
         trial.violated(f"threads do not end: {error}")
     if scheduler.tasks:
         trial.violated(f"threads do not end:\n{scheduler.stacks()}")
-    closing = world.process("undertaker").run("undertaker", lambda: [free_dead(member) for member in members])
+    # What killed processes have had is real: here the system does not take it back.
+    closing = world.process("undertaker").run("undertaker", lambda: [table.close() for table in tables])
     scheduler.run(closing)
     inprocess._tables.clear()
     world.close()
@@ -225,5 +242,8 @@ class _Director:
         for task in self._scheduler.tasks:
             if task is not self._scheduler.current:
                 self._trial.violated(f"a thread is left after finalize: {task.name} of {task.host}\n{task.stack()}")
+        for member in self._trial.members:
+            if member.closing and member.engine is not None and state.has_table(member.engine):
+                self._trial.violated(f"the region table of cluster {member.cluster_id} is left after finalize")
         for sock in self._world.network.descriptors.values():
             self._trial.violated(f"a descriptor is left after finalize: {sock} of {sock.host}")

@@ -35,6 +35,11 @@ def leftovers(engine: Engine) -> Iterator[str]:
     yield from (f"{count} {what}" for what, count in counts.items() if count)
 
 
+def has_table(engine: Engine) -> bool:
+    """Whether an engine still has its region table, and the descriptors of that."""
+    return engine._core.regions.fd >= 0
+
+
 def link_of(engine: Engine, cluster_id: int) -> tuple[bytes, bytes] | None:
     """Token of the link to a cluster, and which life of it is at the other end."""
     link = engine._core.table.get(cluster_id)

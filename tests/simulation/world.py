@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from simulation.scheduler import Task
 
-_ROOMS = ("engine", "net", "paths", "utils.deadline", "utils.process", "memory.regions", "memory.pool")
+_ROOMS = ("engine", "net", "paths", "utils.deadline", "utils.process", "utils.turn", "memory.regions", "memory.pool")
 
 
 class Process:

@@ -7,8 +7,11 @@ gives it (see ``ranktable``) and, if it has one, at its own listen address, too.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import threading
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.errors import LinkError, failure, invalid
@@ -222,12 +225,13 @@ class Comms:
         comm = self._get(comm_id, "unlink")
         comm.ended.wait(comm.deadline.remaining())
         self._forget(comm)
-        for link in map(self._core.table.get, sorted(comm.members)):
-            if link is None:
-                continue
+        links = [link for link in map(self._core.table.get, sorted(comm.members)) if link is not None]
+        for link in links:
             link.comms.discard(comm.comm_id)
-            if link.made_for_comm and not link.comms:
-                self._core.ender.end(link, Deadline.after(_UNLINK_S))
+        unused = [link for link in links if link.made_for_comm and not link.comms]
+        deadline = Deadline.after(_UNLINK_S)
+        with contextlib.suppress(CancelledError):  # finalized meanwhile
+            self._core.end_workers.each([functools.partial(self._core.ender.end, link, deadline) for link in unused])
 
     def _get(self, comm_id: int, operation: str) -> Comm:
         with self._lock:

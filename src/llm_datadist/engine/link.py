@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.peer_catalogue import PeerCatalogue
-from llm_datadist.net.channel import ChannelClosedError
+from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.utils import log
+from llm_datadist.utils.turn import Turn
 from llm_datadist.wire import messages
 from llm_datadist.wire.auth import NO_KEY, OnceOnly
 from llm_datadist.wire.framing import ProtocolError
@@ -176,7 +177,7 @@ class PeerLink(abc.ABC):
         self.digest = digest
         """The digest of its memory that the peer can tell, if any."""
         self._catalogue: PeerCatalogue | None = None
-        self._catalogue_lock = threading.Lock()
+        self._fetching = Turn()
         self.running: set[object] = set()
         """Tickets of the transfers that run."""
         self.pairings: dict[tuple[int, int], Pairing] = {}
@@ -201,19 +202,29 @@ class PeerLink(abc.ABC):
         known = self._catalogue
         if known is not None and known is not outdated:
             return known
-        with self._catalogue_lock:  # of many threads that find it outdated, one fetches
+        thread = threading.get_ident()  # as the ticket: a signal handler in the middle of a fetch makes its own
+        try:
+            if not self._fetching.take(thread, deadline):  # of many threads that find it outdated, one fetches
+                message = "another transfer asked for the peer's catalogue, and had no reply in time"
+                raise ReplyTimeoutError(message)
             known = self._catalogue
             if known is None or known is outdated:
-                reply = self.request(messages.Fetch(), deadline)
-                if not isinstance(reply, messages.Catalogue):
-                    message = f"the peer answered a catalogue request with {type(reply).__name__}"
-                    raise ChannelClosedError(message)
-                try:
-                    known = self._catalogue = PeerCatalogue(reply)
-                except ValueError as error:
-                    message = f"the peer's catalogue is not understood: {error}"
-                    raise ChannelClosedError(message) from error
+                known = self._catalogue = self._fetch(deadline)
             return known
+        finally:
+            self._fetching.taken.discard(thread)
+            self._fetching.leave()
+
+    def _fetch(self, deadline: Deadline) -> PeerCatalogue:
+        reply = self.request(messages.Fetch(), deadline)
+        if not isinstance(reply, messages.Catalogue):
+            message = f"the peer answered a catalogue request with {type(reply).__name__}"
+            raise ChannelClosedError(message)
+        try:
+            return PeerCatalogue(reply)
+        except ValueError as error:
+            message = f"the peer's catalogue is not understood: {error}"
+            raise ChannelClosedError(message) from error
 
 
 class Link(PeerLink):

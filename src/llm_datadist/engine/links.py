@@ -12,7 +12,6 @@ from llm_datadist.engine.errors import RELINK_HINT, LinkError, failure
 from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.link_failures import LinkFailures
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
-from llm_datadist.net.workers import NoThreadError
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -212,10 +211,7 @@ class Linker:
         if len(peers) == 1:
             return [guarded(peers[0])]
         try:
-            futures = [self._workers.submit(functools.partial(guarded, peer)) for peer in peers]
-            return [future.result() for future in futures]  # type: ignore[misc]
-        except NoThreadError:
-            return [guarded(peer) for peer in peers]
+            return self._workers.each([functools.partial(guarded, peer) for peer in peers])
         except CancelledError:
             log.error("%s_clusters: this engine has been finalized meanwhile", verb)
             return [LLMStatusCode.LLM_FAILED] * len(peers)

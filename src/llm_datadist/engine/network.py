@@ -183,11 +183,12 @@ class NetworkLinks(Links):
         """
         links = [self._core.table.get(peer.cluster_id) for peer in peers] if force else []
         statuses = self._linker.unlink(peers, timeout_ms, force=force)
-        for link in links:
-            if link is not None:
-                stopped = threading.Event()
-                self._core.data_server.give_up(link.token, None, stopped.set)
-                stopped.wait(_CLOSE_S)
+        deadline = Deadline.after(_CLOSE_S)
+        ends = [(link, threading.Event()) for link in links if link is not None]
+        for link, stopped in ends:
+            self._core.data_server.give_up(link.token, None, stopped.set)
+        for _, stopped in ends:
+            stopped.wait(deadline.remaining())
         return statuses
 
     def last_failure(self, cluster_id: int) -> LLMException | None:
@@ -251,13 +252,11 @@ class NetworkLinks(Links):
         return [*busy, *(link.cluster_id for link in gone)]
 
     def _on_each(self, work: Callable[[Link], bool]) -> list[int]:
-        """Clusters for which ``work`` is false; several at once, where the interpreter still gives threads."""
+        """Clusters for which ``work``, of all at once, is false."""
         links = self._core.table.all()
-        workers = self._core.end_workers
         try:
-            futures = [workers.submit(functools.partial(work, link)) for link in links[1:]]
-            results = [*map(work, links[:1]), *(bool(future.result()) for future in futures)]
-        except CancelledError:  # the interpreter is about to end and starts no thread any more
+            results = self._core.end_workers.each([functools.partial(work, link) for link in links])
+        except CancelledError:  # another thread has just finalized the engine
             results = [work(link) for link in links]
         return [link.cluster_id for link, done in zip(links, results, strict=True) if not done]
 
@@ -268,18 +267,18 @@ class NetworkLinks(Links):
         self._comms.close()
         core.table.close()
 
-        def end(link: Link) -> bool:
+        def end(deadline: Deadline, link: Link) -> bool:
             try:
-                core.ender.agree(link, Deadline.after(_CLOSE_S))
+                core.ender.agree(link, deadline)
             except LinkError as error:
                 log.info("cluster %d: %s", link.cluster_id, error)
             return True
 
-        self._on_each(end)
+        self._on_each(functools.partial(end, Deadline.after(_CLOSE_S)))
         if core.table.all():
             # Peers that still copy are stopped by the table; then they can say that they have ended.
             core.regions.stop()
-            self._on_each(end)
+            self._on_each(functools.partial(end, Deadline.after(_CLOSE_S)))
         for link in core.table.all():
             core.ender.give_up(link, "finalized")
         for session in list(core.sessions):

@@ -136,6 +136,7 @@ def fetch(name: str, request: bytes, deadline: Deadline) -> Parcel:
             raise ProtocolError(message)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused already, as is seen below
             sock.send(request, socket.MSG_NOSIGNAL)
+        set_timeouts(sock, deadline.remaining())
         return Parcel(sock, _receive(sock))
     except BaseException:
         sock.close()

@@ -6,14 +6,17 @@ import contextlib
 import queue
 import threading
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from llm_datadist.utils import limits, log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Task = tuple[Future[object], Callable[[], object]]
+
+T = TypeVar("T")
+_CLOSED: Final = "the workers are closed"
 
 
 class NoThreadError(CancelledError):
@@ -44,8 +47,7 @@ class Workers:
         future = future or Future()
         with self._lock:
             if self._closed:
-                message = "the workers are closed"
-                raise CancelledError(message)
+                raise CancelledError(_CLOSED)
             if self._free <= 0 and self._threads < self._count:
                 self._start()
             self._free -= 1
@@ -62,6 +64,31 @@ class Workers:
             return
         self._threads += 1
         self._free += 1
+
+    def each(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Run all at once and wait for their ends; their results, in order.
+
+        This thread does the first, and all that no worker has begun by then: they may be busy with other calls, whose
+        peers are stalled, for longer than this one may take.
+
+        Raises:
+            CancelledError: the pool is closed, or gets closed before all have begun. Some may have been run.
+        """
+        futures: list[Future[Any]] = [Future() for _ in works]
+        results: list[T] = []
+        try:
+            with contextlib.suppress(NoThreadError):  # then this thread does them all
+                for future, work in zip(futures[1:], works[1:], strict=True):
+                    self.submit(work, future)
+            for future, work in zip(futures, works, strict=True):
+                mine = future.cancel()
+                if mine and self._closed:
+                    raise CancelledError(_CLOSED)
+                results.append(work() if mine else future.result())
+        finally:
+            for future in futures:
+                future.cancel()
+        return results
 
     def run(self, work: Callable[[], object], dropped: Callable[[], object] = lambda: None) -> None:
         """Run ``work`` on a worker and log what it raises; call ``dropped`` instead if the pool is or gets closed."""

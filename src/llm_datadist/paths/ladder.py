@@ -21,6 +21,7 @@ from llm_datadist.paths.base import (
 )
 from llm_datadist.paths.tcp import Tcp
 from llm_datadist.utils import log
+from llm_datadist.utils.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,8 @@ class Route:
         self._left = list(order)
         self._peer = peer
         self._context = context
-        self._lock = threading.Lock()
+        self._climbing = Turn()
+        self._lock = threading.RLock()  # for moments only: nobody who has it waits for a peer
         self._attempts: list[Attempt] = [
             Attempt(name, chosen=False, reason="not permitted by this side's configuration")
             for name in registry.names()
@@ -81,25 +83,25 @@ class Route:
         Raises:
             PathError: no permitted path works.
         """
-        path = None
-        if not self._lock.acquire(timeout=deadline.remaining()):
-            message = "the deadline passed while another transfer was trying a path"
-            raise PathTimeoutError(message)
+        return self._known(beyond) or self._find(beyond, deadline)
+
+    def _find(self, beyond: Path | None, deadline: Deadline) -> Path:
+        ticket = object()
         try:
-            if not self._closed:
-                at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
-                if at == len(self._paths):
-                    self._paths += (self._climb(deadline),)
-                    self._warn_if_slower()
-                path = self._paths[at]
+            if not self._climbing.take(ticket, deadline):
+                message = "the deadline passed while another transfer was trying a path"
+                raise PathTimeoutError(message)
+            return self._known(beyond) or self._climb(deadline)
         finally:
-            self._lock.release()
+            self._climbing.taken.discard(ticket)
+            self._climbing.leave()
+
+    def _known(self, beyond: Path | None) -> Path | None:
+        with self._lock:
             if self._closed:
-                self.close()  # it was closed while this thread had the lock
-        if self._closed or path is None:
-            message = "the link was closed"
-            raise PeerGoneError(message)
-        return path
+                raise _ended()
+            at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
+            return self._paths[at] if at < len(self._paths) else None
 
     def demote(self, path: Path, reason: str, hint: str | None) -> None:
         """Stop using ``path``: the system does not permit it any more. ``hint`` says what would help."""
@@ -115,11 +117,12 @@ class Route:
 
     def _warn_if_slower(self) -> None:
         """Say once for which reasons that can be helped a path is not the fastest one that both sides permit."""
-        slower = [each for each in self._attempts if each.hint]
-        if slower and not self._warned:
-            self._warned = True
-            reasons = "; ".join(map(str, slower))
-            log.warn("cluster %d is reached over %s only: %s", self.cluster_id, self._paths[-1].name, reasons)
+        with self._lock:
+            slower = [each for each in self._attempts if each.hint]
+            if slower and self._paths and not self._warned:
+                self._warned = True
+                reasons = "; ".join(map(str, slower))
+                log.warn("cluster %d is reached over %s only: %s", self.cluster_id, self._paths[-1].name, reasons)
 
     @property
     def path(self) -> Path | None:
@@ -146,40 +149,51 @@ class Route:
             path.abort()
 
     def close(self) -> None:
-        """Give up all paths; transfers must have ended. Never waits: a thread that is just connecting does it then."""
-        self._closed = True
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
+        """Give up all paths; transfers must have ended. Does not wait for a thread that is just finding one."""
+        with self._lock:
+            self._closed = True
             paths = [*self._ended, *self._paths]
             self._ended, self._paths, self._left = [], (), []
-        finally:
-            self._lock.release()
         for path in paths:
             path.close()
 
     def _climb(self, deadline: Deadline) -> Path:
-        while self._left:
-            name = self._left[0]
+        for name in tuple(self._left):
             try:
                 path = attempt(name, self._peer, self._context, deadline)
             except PathRejectedError as rejection:
                 if deadline.expired():  # the path may not be to blame: let a later transfer try it again
                     message = f"the deadline passed while trying the path {name}: {rejection.reason}"
                     raise PathTimeoutError(message) from rejection
-                self._attempts.append(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))
-                self._left.pop(0)
-                continue
-            reason = path.describe()
-            if self._paths:
-                reason = f"for what {self._paths[-1].name} does not reach: {reason}"
-            self._attempts.append(Attempt(name, chosen=True, reason=reason))
-            self._left.pop(0)
-            return path
-        reasons = "; ".join(str(each) for each in self._attempts if not each.chosen)
-        what = "this memory of the peer" if self._paths else "the peer"
+                self._tried(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))
+            else:
+                return self._adopt(name, path)
+        with self._lock:
+            reasons = "; ".join(str(each) for each in self._attempts if not each.chosen)
+            what = "this memory of the peer" if self._paths else "the peer"
         message = f"no path to {what} works ({reasons})"
         raise PathError(message)
+
+    def _tried(self, outcome: Attempt) -> None:
+        with self._lock:
+            self._attempts.append(outcome)
+            self._left = [name for name in self._left if name != outcome.name]
+
+    def _adopt(self, name: str, path: Path) -> Path:
+        """Use a path that has just been found."""
+        reason = path.describe()
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                if self._paths:
+                    reason = f"for what {self._paths[-1].name} does not reach: {reason}"
+                self._tried(Attempt(name, chosen=True, reason=reason))
+                self._paths += (path,)
+        if closed:
+            path.close()
+            raise _ended()
+        self._warn_if_slower()
+        return path
 
     def connections(self) -> int:
         """How many data connections the paths in use keep."""
@@ -189,6 +203,10 @@ class Route:
     def copy_threads(self) -> int:
         """How many threads a transfer may use."""
         return self._context.copy_threads
+
+
+def _ended() -> PeerGoneError:
+    return PeerGoneError("the link was closed")
 
 
 def attempt(name: str, peer: Peer, context: Context, deadline: Deadline) -> Path:

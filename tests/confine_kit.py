@@ -78,7 +78,9 @@ def drop_capabilities() -> None:
 def load_everything() -> None:
     """Import what is imported late: another user may not be allowed to read the files of the interpreter."""
     names = (
-        each.name for each in pkgutil.walk_packages(llm_datadist.__path__, "llm_datadist.") if ".cli" not in each.name
+        each.name
+        for each in pkgutil.walk_packages(llm_datadist.__path__, "llm_datadist.")
+        if ".cli" not in each.name and ".integrations" not in each.name  # the latter import what is not installed here
     )
     for name in (*names, "few_kit", "test_links", "test_faults", "encodings.ascii", "encodings.idna"):
         if not name.endswith("__main__"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from llm_datadist import LLMClusterInfo
 from llm_datadist.integrations.vllm.loads import LoadError
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
 from llm_datadist.integrations.vllm.params import Lease
@@ -98,7 +99,9 @@ def test_a_prefill_engine_that_has_gone_is_an_error(pair: tuple[Rank, Rank]) -> 
 
 
 def expected(prefill: Rank, decode: Rank, blocks: tuple[int, ...] = OURS, first: int = 0) -> None:
-    decode.arrivals.expect(Load("d", prefill.remote(), first, 3 * TOKENS, (blocks,), transfer="t"))
+    load = Load("d", prefill.remote(), first, 3 * TOKENS, (blocks,), transfer="t")
+    decode.arrivals.note(load)
+    decode.arrivals.expect(load)
 
 
 def part(first: int, tokens: int, *, last: bool) -> Part:
@@ -204,5 +207,41 @@ def test_a_prefill_engine_that_is_not_there_is_an_error(pair: tuple[Rank, Rank])
     prefill, decode = pair
     remote = prefill.remote()
     prefill.close()
-    decode.arrivals.expect(Load("d", remote, 0, 3 * TOKENS, (OURS,), transfer="t"))
+    load = Load("d", remote, 0, 3 * TOKENS, (OURS,), transfer="t")
+    decode.arrivals.note(load)
+    decode.arrivals.expect(load)
     assert decode.end_of("d").startswith("the prefill worker cannot be told: ")
+
+
+def test_a_push_that_is_cancelled_before_anybody_knows_of_it_is_not_asked_for(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    before = decode.memory.copy()
+    load = Load("d", prefill.remote(), 0, 3 * TOKENS, (OURS,), transfer="t")
+    decode.arrivals.note(load)
+    decode.arrivals.cancel("d")
+    assert decode.end_of("d") == "the request was aborted"
+    decode.arrivals.expect(load)  # the order was on its way already
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    prefill.pusher.hold([Hold("p", 30.0, "t")])
+    until(lambda: prefill.pusher.freed() == {"p"})
+    assert (decode.memory == before).all()
+
+
+def test_no_new_link_brings_a_push_that_was_given_up(pair: tuple[Rank, Rank]) -> None:
+    """The prefill worker still computes, and knows where to write."""
+    prefill, decode = pair
+    expected(prefill, decode)
+    computed(prefill, part(0, TOKENS, last=False))
+    until(lambda: np.array_equal(decode.memory[:, OURS[0]], prefill.memory[:, THEIRS[0]]))
+    info = LLMClusterInfo()
+    info.remote_cluster_id = prefill.cluster_id
+    decode.dist.unlink_clusters([info], 5000, force=True)
+    decode.arrivals.watch()
+    assert decode.end_of("d") == "the link to the prefill worker has ended"
+    before = decode.memory.copy()
+    again = Load("e", prefill.remote(), 0, 3 * TOKENS, ((4, 6, 8),), transfer="u")
+    decode.arrivals.note(again)
+    decode.arrivals.expect(again)
+    assert "its link has ended while it could write" in decode.end_of("e")
+    computed(prefill, part(TOKENS, 3 * TOKENS, last=True))
+    assert (decode.memory == before).all()

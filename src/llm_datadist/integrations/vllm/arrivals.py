@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from llm_datadist import LLMException
+from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.integrations.vllm.logs import logger
 from llm_datadist.integrations.vllm.messages import Cancel, Register
 from llm_datadist.integrations.vllm.peers import UnreachableError
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist.integrations.vllm.orders import Load
-    from llm_datadist.integrations.vllm.params import Facts
+    from llm_datadist.integrations.vllm.params import Facts, Worker
     from llm_datadist.integrations.vllm.peers import Peers
 
 
@@ -29,15 +30,17 @@ class _Arrival:
     pending: dict[int, int]
     """Workers that have not said how it ended, and how many readers each has."""
     told: set[int] = dataclasses.field(default_factory=set)
-    """Workers that know of it, and so were linked."""
+    """Workers that may know of it."""
     error: str = ""
+    telling: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """Held while a worker is told: none may learn that it is wanted after it has learnt that it is not."""
 
 
 class Arrivals:
     """Pushes that this worker waits for. Thread-safe.
 
     A load ends when no worker writes to its blocks any more: each has said that it has written all, or that it has
-    stopped, or its process has gone.
+    stopped, or its link has ended and is not made again before it can have forgotten the load.
     """
 
     def __init__(
@@ -51,32 +54,72 @@ class Arrivals:
         self._lock = threading.Lock()
         self._arrivals: dict[str, _Arrival] = {}
 
-    def expect(self, load: Load) -> None:
-        """Register with all workers that have something for this one. May block for the link timeout."""
+    def note(self, load: Load) -> None:
+        """A load is to be expected: from now on it can be cancelled. Does not block."""
         counts = reader_counts(self._facts, load.remote.facts)
-        mine = routes(self._facts, self._rank, load.remote.facts)
         now = time.monotonic()
         workers = load.remote.workers
-        pending = {workers[rank].cluster_id: counts[rank] for rank in mine}
-        if load.reported:
-            with self._lock:
-                self._arrivals[load.transfer] = _Arrival(load, now, now + self._timeout_s, dict(pending))
-        for rank, worker in enumerate(workers):
+        pending = {workers[at].cluster_id: counts[at] for at in routes(self._facts, self._rank, load.remote.facts)}
+        with self._lock:
+            self._arrivals[load.transfer] = _Arrival(load, now, now + self._timeout_s, pending)
+
+    def expect(self, load: Load) -> None:
+        """Register with all workers that have something for this one. May block for the link timeout.
+
+        If the load was cancelled meanwhile, or needs nothing, they are told that.
+        """
+        counts = reader_counts(self._facts, load.remote.facts)
+        mine = routes(self._facts, self._rank, load.remote.facts)
+        arrival = self._arrivals.get(load.transfer)
+        cancelled = load.reported and arrival is None
+        for rank, worker in enumerate(load.remote.workers):
             wanted = rank in mine
             if not wanted and (counts[rank] or self._rank):
                 continue  # others of this engine read from it, or tell it that nobody does
+            readers = max(1, counts[rank])
             first = load.first if wanted else load.tokens
-            message = Register(
-                load.transfer, max(1, counts[rank]), self._facts, self._rank, first, load.tokens, load.blocks
+            message: Register | Cancel = Register(
+                load.transfer, readers, self._facts, self._rank, first, load.tokens, load.blocks
             )
-            try:
-                self._peers.send(self._peers.link(worker), message)
-            except (UnreachableError, LLMException) as error:
-                self._gone(load.transfer, worker.cluster_id, f"the prefill worker cannot be told: {error}")
-            else:
-                with self._lock:
-                    if (arrival := self._arrivals.get(load.transfer)) is not None:
-                        arrival.told.add(worker.cluster_id)
+            if cancelled:
+                message = Cancel(load.transfer, readers)
+            error = self._tell(worker, message, arrival)
+            if error:
+                self._gone(load.transfer, worker.cluster_id, error)
+
+    def _tell(self, worker: Worker, message: Register | Cancel, arrival: _Arrival | None) -> str:
+        """Tell a worker; why it does not know of the load, or empty if it does, or may."""
+        cluster_id = worker.cluster_id
+        try:
+            self._peers.link(worker)
+            with arrival.telling if arrival is not None else contextlib.nullcontext():
+                if arrival is not None:
+                    if arrival.error:
+                        return arrival.error
+                    arrival.told.add(cluster_id)
+                self._peers.send(cluster_id, message)
+        except UnreachableError as error:
+            return f"the prefill worker cannot be told: {error}"
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_TIMEOUT:
+                self._condemn(cluster_id)
+                return f"the prefill worker cannot be told: {error}"
+            if arrival is not None:  # it may have arrived
+                arrival.error = arrival.error or f"the prefill worker has not confirmed in time: {error}"
+                self._stop_others(arrival)
+        return ""
+
+    def _condemn(self, cluster_id: int) -> None:
+        self._peers.condemn(cluster_id, self._timeout_s, "its link has ended while it could write to this worker")
+
+    def abandon(self, transfer: str, error: str) -> None:
+        """End a load for an error of this side, as soon as nobody writes."""
+        with self._lock:
+            arrival = self._arrivals.get(transfer)
+            if arrival is not None:
+                arrival.error = arrival.error or error
+        if arrival is not None:
+            self._stop_others(arrival)
 
     def written(self, cluster_id: int, transfer: str) -> None:
         """A worker has written all that it had."""
@@ -103,6 +146,7 @@ class Arrivals:
         for each in every:
             for cluster_id in each.told & each.pending.keys():
                 if not self._peers.is_linked(cluster_id):
+                    self._condemn(cluster_id)
                     self._gone(each.load.transfer, cluster_id, "the link to the prefill worker has ended")
             if now > each.deadline:
                 each.deadline = now + self._timeout_s
@@ -127,6 +171,11 @@ class Arrivals:
 
     def _stop_others(self, arrival: _Arrival) -> None:
         for cluster_id, readers in list(arrival.pending.items()):
+            with arrival.telling:
+                told = cluster_id in arrival.told
+            if not told:  # nor will it be
+                self._gone(arrival.load.transfer, cluster_id, arrival.error)
+                continue
             try:
                 self._peers.send(cluster_id, Cancel(arrival.load.transfer, max(1, readers)))
             except LLMException as error:

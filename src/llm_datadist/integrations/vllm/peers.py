@@ -68,14 +68,21 @@ class Peers:
         try:
             self._dist.explain_link(cluster_id)
         except LLMException:
-            self.lost(cluster_id)
             return False
         return True
+
+    def condemn(self, cluster_id: int, seconds: float, why: str) -> None:
+        """Do not link to a worker for some time: what it would do with a new link is not wanted any more."""
+        with self._lock:
+            peer = self._peers.setdefault(cluster_id, _Peer())
+            peer.linked, peer.why, peer.not_before = False, why, time.monotonic() + seconds
 
     def lost(self, cluster_id: int) -> None:
         """A call has found that there is no link any more."""
         with self._lock:
-            self._peers.pop(cluster_id, None)
+            peer = self._peers.get(cluster_id)
+            if peer is not None and peer.not_before <= time.monotonic():
+                del self._peers[cluster_id]
 
     def send(self, cluster_id: int, message: Message) -> None:
         """Send a message to a linked worker.

@@ -116,6 +116,8 @@ class Worker:
             if load.reported:
                 with self._changed:
                     self._running += 1
+                if load.transfer and not load.error:
+                    self._arrivals.note(load)
             self._pool.submit(self._load, load)
         for request in orders.cancelled:
             self._pool.submit(self._arrivals.cancel, request)
@@ -185,7 +187,11 @@ class Worker:
 
     def _load(self, load: Load) -> None:
         if load.transfer and not load.error:
-            self._arrivals.expect(load)
+            try:
+                self._arrivals.expect(load)
+            except Exception as problem:  # noqa: BLE001 - whatever it is, the scheduler waits for an end
+                logger.exception("unexpected")
+                self._arrivals.abandon(load.transfer, repr(problem))
             return
         begin = time.perf_counter()
         moved, error = 0, load.error

@@ -16,12 +16,13 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from net_helpers import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,15 +68,13 @@ class Host:
 
 def _mac_when_up(host: Host, interface: str) -> str:
     """The hardware address of an interface, once it takes packets: the kernel starts it some time after "up"."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        (link,) = json.loads(host.ip("-json", "link", "show", interface))
-        if link["operstate"] == "UP":
-            return str(link["address"])
-        if time.monotonic() > deadline:
-            msg = f"{interface} of {host.name} is {link['operstate']} after {TIMEOUT_S:.0f} s"
-            raise TimeoutError(msg)
-        time.sleep(0.005)
+
+    def link() -> dict[str, str]:
+        (found,) = json.loads(host.ip("-json", "link", "show", interface))
+        return dict(found)
+
+    until(lambda: link()["operstate"] == "UP")
+    return link()["address"]
 
 
 class Wire:

@@ -60,8 +60,10 @@ class CacheEntry:
     """Small transfers that do."""
     pulled: dict[RequestKey, set[int]] = field(default_factory=dict)
     """Tensors that layer-wise pulls of a key have covered."""
+    device: int | None = None
+    """The GPU in whose memory all tensors are; None is host memory."""
     advice: Advice | None = None
-    """What became of the huge pages under it; None if they are not wanted."""
+    """What became of the huge pages under it; None if they are not wanted, or not possible."""
 
     @property
     def batch_entries(self) -> int:
@@ -104,9 +106,19 @@ class Catalogue:
             return sum(len(entry.addrs) for entry in self._entries.values() if not entry.owned)
 
     def add(
-        self, cache_id: int, spec: CacheSpec, addrs: U64, keys: Sequence[Key | None], *, accessible: bool, owned: bool
+        self,
+        cache_id: int,
+        spec: CacheSpec,
+        addrs: U64,
+        keys: Sequence[Key | None],
+        *,
+        accessible: bool,
+        owned: bool,
+        device: int | None = None,
     ) -> CacheEntry:
         """Enter a cache; ``keys[i]`` names its batch entry ``i``, None leaves it without one.
+
+        ``device`` is the GPU in whose memory it is.
 
         Raises:
             DuplicateKeyError: an allocated cache with a key that is bound already.
@@ -119,14 +131,23 @@ class Catalogue:
             regions: list[int] = []
             try:
                 regions.extend(
-                    self._regions.add(int(addr), geometry.tensor_size, reachable=accessible or not self._one_sided)
+                    self._regions.add(
+                        int(addr), geometry.tensor_size, reachable=accessible or not self._one_sided, device=device
+                    )
                     for addr in addrs
                 )
             except BaseException:
                 self._regions.remove(regions)
                 raise
             entry = CacheEntry(
-                cache_id, spec, geometry, addrs, np.array(regions, dtype=np.uint64), accessible=accessible, owned=owned
+                cache_id,
+                spec,
+                geometry,
+                addrs,
+                np.array(regions, dtype=np.uint64),
+                accessible=accessible,
+                owned=owned,
+                device=device,
             )
             self._entries[cache_id] = entry
             for index, key in enumerate(keys):
@@ -347,4 +368,5 @@ def info_of(entry: CacheEntry) -> messages.CacheInfo:
         dtype=entry.spec.dtype,
         accessible=entry.accessible,
         regions=[int(region) for region in entry.regions],
+        device=entry.device,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from llm_datadist.engine import background, constraints, local, loopback, notifications
+from llm_datadist.engine import background, constraints, local, loopback, notifications, placement
 from llm_datadist.engine.admission import Admission
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
@@ -146,14 +146,16 @@ class Engine:
         for addr in addrs:
             if (addr == 0 and accessible) or addr + size > _UINT64:
                 raise invalid(operation, f"address {addr:#x} cannot hold a tensor of {size} bytes")
-        advice = advise((addr, addr + size) for addr in addrs) if self.options.huge_pages else None
+        device = placement.device_of(operation, addrs, size, on_device=spec.on_device)
+        wanted = self.options.huge_pages and device is None
+        advice = advise((addr, addr + size) for addr in addrs) if wanted else None
         with self._lock:
             limit, used = self.options.max_registered_addrs, self._core.catalogue.registered_addrs()
             if used + len(addrs) > limit:
                 context = f"{used} addresses are registered and {len(addrs)} more exceed the limit of {limit}"
                 hint = f"set LLMConfig.max_registered_addrs (llm.MaxRegisteredAddrs) to at least {used + len(addrs)}"
                 raise invalid(operation, context, hint=hint)
-            entry = self._add(operation, cache_id, spec, addrs, keys, accessible=accessible, owned=False)
+            entry = self._add(operation, cache_id, spec, addrs, keys, accessible=accessible, device=device)
         entry.advice = advice
         return cache_id
 
@@ -167,13 +169,14 @@ class Engine:
         self._check(operation)
         cache_id = self._core.catalogue.next_id()
         _check_spec(spec, operation)
+        placement.check_allocation(operation, on_device=spec.on_device)
         if len(keys) > spec.shape[0]:
             raise invalid(operation, f"{len(keys)} keys for {spec.shape[0]} batch entries")
         size = geometry_of(spec).tensor_size
         addrs = self._pools.allocate(on_device=spec.on_device, size=size, count=spec.num_tensors)
         try:
             advice = self._pools.advise(on_device=spec.on_device, addresses=addrs) if self.options.huge_pages else None
-            entry = self._add(operation, cache_id, spec, addrs, keys, accessible=True, owned=True)
+            entry = self._add(operation, cache_id, spec, addrs, keys, owned=True)
         except BaseException:
             self._pools.free(on_device=spec.on_device, addresses=addrs)
             raise
@@ -188,16 +191,16 @@ class Engine:
         addrs: Sequence[int],
         keys: Sequence[Key | None],
         *,
-        accessible: bool,
-        owned: bool,
+        accessible: bool = True,
+        owned: bool = False,
+        device: int | None = None,
     ) -> CacheEntry:
+        where = np.array(addrs, dtype=np.uint64)
         try:
             return self._core.catalogue.add(
-                cache_id, spec, np.array(addrs, dtype=np.uint64), keys, accessible=accessible, owned=owned
+                cache_id, spec, where, keys, accessible=accessible, owned=owned, device=device
             )
-        except DuplicateKeyError as error:
-            raise invalid(operation, str(error)) from error
-        except RegionError as error:
+        except (DuplicateKeyError, RegionError) as error:
             raise invalid(operation, str(error)) from error
 
     def unregister(self, cache_id: int) -> None:
@@ -283,12 +286,14 @@ class Engine:
         """See ``local.copy_cache``."""
         self._check("copy_cache")
         with self._held("copy_cache", dst_id) as target, self._held("copy_cache", src_id) as source:
+            placement.require_host("copy_cache", source, target)
             local.copy_cache(source, target, src_batch, dst_batch, offset, size)
 
     def copy_blocks(self, cache_id: int, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``local.copy_blocks``."""
         self._check("copy_blocks")
         with self._held("copy_blocks", cache_id) as entry:
+            placement.require_host("copy_blocks", entry)
             local.copy_blocks(entry, pairs)
 
     def swap_blocks(
@@ -296,6 +301,7 @@ class Engine:
     ) -> None:
         """See ``local.swap_blocks``."""
         self._check("swap_blocks")
+        placement.require_host_addresses("swap_blocks", [*src_addrs, *dst_addrs], block_size)
         local.swap_blocks(src_addrs, dst_addrs, block_size, pairs)
 
     @contextlib.contextmanager

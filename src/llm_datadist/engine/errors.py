@@ -8,6 +8,7 @@ from llm_datadist.memory.regions import RegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.paths.base import (
     ConnectionLostError,
+    NoDevicePathError,
     PathError,
     PathTimeoutError,
     PeerGoneError,
@@ -98,6 +99,8 @@ def transfer_failure(
         hint, retryable = "try again: the connection is replaced", True
     elif isinstance(error, RegionError):
         code = LLMStatusCode.LLM_PARAM_INVALID
+    elif isinstance(error, NoDevicePathError):
+        code, hint, phase = LLMStatusCode.LLM_FEATURE_NOT_ENABLED, error.hint, "check"
     context = f"peer cluster {peer}: {error} (transfer {deadline.transfer_id:016x})"
     if isinstance(error, PathError) and not error.quiescent:
         context += (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.engine.errors import path_failure
 from llm_datadist.engine.requests import BlocksKey, IdKey
+from llm_datadist.memory.devices import Devices
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.net.channel import ChannelClosedError
 from llm_datadist.paths.base import FEW, OutOfReachError, PathDeniedError, PathError, TensorPairs
@@ -93,7 +94,8 @@ class FewTransfers:
         blocks = local.has_blocks and remote.has_blocks and local.geometry.stride == remote.geometry.stride
         if local.hidden or not blocks or tensors != remote.num_tensors or tensors > FEW:
             return
-        pairs = TensorPairs(local.addrs.tolist(), remote.regions.tolist(), epoch)
+        devices = Devices(local.device, remote.device)
+        pairs = TensorPairs(local.addrs.tolist(), remote.regions.tolist(), epoch, devices)
         try:
             shortcut = path.shortcut(pairs)
         except (RegionError, OutOfReachError):  # unregistered meanwhile, or only the tensors that were moved are

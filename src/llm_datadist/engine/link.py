@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.peer_catalogue import PeerCatalogue
+from llm_datadist.memory.devices import HOST_ONLY
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.utils import log
 from llm_datadist.utils.turn import Turn
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.engine.few import Pairing
     from llm_datadist.engine.options import EngineOptions
+    from llm_datadist.memory.devices import Devices
     from llm_datadist.net.address import Address
     from llm_datadist.net.channel import Channel
     from llm_datadist.net.loop import Timer
@@ -141,8 +143,8 @@ class PeerLink(abc.ABC):
         """
 
     @abc.abstractmethod
-    def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
-        """The path in use, or the one for memory that is out of reach of the path ``beyond``.
+    def path(self, deadline: Deadline, beyond: Path | None = None, devices: Devices = HOST_ONLY) -> Path:
+        """The path in use for such memory, or the one for what is out of reach of the path ``beyond``.
 
         Raises:
             PathError: none works (any more).
@@ -377,14 +379,14 @@ class Link(PeerLink):
             finally:
                 self._waiters -= 1
 
-    def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
+    def path(self, deadline: Deadline, beyond: Path | None = None, devices: Devices = HOST_ONLY) -> Path:
         """See ``PeerLink.path``."""
         route = self._route
         if route is None:
             message = "the link is connecting"
             raise ChannelClosedError(message)
-        known = route.path if beyond is None else None
-        return known or route.connect(deadline, beyond)
+        known = route.path if beyond is None and not devices.any else None
+        return known or route.connect(deadline, beyond, devices)
 
     def uses(self, path: Path) -> bool:
         """See ``PeerLink.uses``."""
@@ -420,8 +422,12 @@ class Link(PeerLink):
         if self._route is not None:
             self._route.close()
 
-    def report(self, served: int = 0) -> LinkReport:
-        """What there is to tell; ``served`` is how many data connections the peer asks on."""
+    def report(self, served: int = 0, *, on_devices: bool = False) -> LinkReport:
+        """What there is to tell; ``served`` is how many data connections the peer asks on.
+
+        ``on_devices`` tells whether this side has caches in GPU memory.
+        """
+        on_devices = on_devices or (self._catalogue is not None and self._catalogue.on_devices)
         route = self._route
         path = route.path if route else None
         return LinkReport(
@@ -430,7 +436,7 @@ class Link(PeerLink):
             peer_pid=self.peer.identity.pid,
             state=self._state,
             path=path.name if path else None,
-            attempts=route.attempts() if route else (),
+            attempts=route.attempts(on_devices=on_devices) if route else (),
             stalled=self.stalled,
             terms=self.terms,
             connections=route.connections() if route else 0,

@@ -15,6 +15,8 @@ from llm_datadist.engine.link_failures import LinkFailures
 from llm_datadist.engine.network import Links
 from llm_datadist.engine.requests import MemStatus
 from llm_datadist.engine.service import Holds
+from llm_datadist.memory.devices import HOST_ONLY
+from llm_datadist.paths.base import NoDevicePathError
 from llm_datadist.paths.inprocess import InProcessPath
 from llm_datadist.paths.ladder import Attempt
 from llm_datadist.status import LLMStatusCode
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.engine.core import Core
     from llm_datadist.engine.requests import PeerAddress
+    from llm_datadist.memory.devices import Devices
     from llm_datadist.net.address import Address
     from llm_datadist.paths.base import Path
     from llm_datadist.status import LLMException
@@ -66,9 +69,12 @@ class LoopbackLink(PeerLink):
     def end(self, ticket: object) -> None:
         """Nobody waits for its transfers."""
 
-    def path(self, deadline: Deadline, beyond: Path | None = None) -> Path:
+    def path(self, deadline: Deadline, beyond: Path | None = None, devices: Devices = HOST_ONLY) -> Path:
         """See ``PeerLink.path``."""
         del deadline, beyond
+        if devices.any:
+            message = f"the caches are in {devices}, and loopback mode copies host memory only"
+            raise NoDevicePathError(message, "use two instances or processes, or caches in host memory")
         return self._path
 
     def uses(self, path: Path) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.memory import huge_pages
+from llm_datadist.memory.devices import memory_name
 from llm_datadist.memory.huge_pages import Outcome, Usage
 
 if TYPE_CHECKING:
@@ -75,13 +76,16 @@ class MemoryReport:
     """How much longer registering and allocating took for it."""
     causes: tuple[Cause, ...]
     """Why memory is not in huge pages; empty if nearly all is."""
+    on_devices: tuple[tuple[int, int], ...] = ()
+    """Each GPU with caches in its memory, and their bytes there. All other fields are about host memory."""
 
     @classmethod
     def of(cls, entries: Sequence[CacheEntry], *, wanted: bool) -> MemoryReport:
         """The report on these caches; ``wanted`` tells whether the engine asks for huge pages."""
-        ranges = huge_pages.join(
-            (int(addr), int(addr) + entry.geometry.tensor_size) for entry in entries for addr in entry.addrs
-        )
+        gpus = sorted({entry.device for entry in entries if entry.device is not None})
+        on_devices = [(gpu, huge_pages.total(_ranges(entries, gpu))) for gpu in gpus]
+        ranges = _ranges(entries, None)
+        entries = [entry for entry in entries if entry.device is None]
         stretches = huge_pages.whole_pages(ranges, huge_pages.page_size())
         whole = huge_pages.total(stretches)
         advices = [entry.advice for entry in entries if entry.advice]
@@ -94,6 +98,7 @@ class MemoryReport:
             huge=usage.huge,
             seconds=sum(advice.seconds for advice in advices),
             causes=(),
+            on_devices=tuple(on_devices),
         )
         outcomes = {advice.outcome for advice in advices}
         return replace(facts, causes=tuple(_causes(facts, outcomes, wanted=wanted)))
@@ -103,7 +108,18 @@ class MemoryReport:
         head = f"memory of caches: {self.tensors} tensors, {_bytes(self.size)}, {share:.0%} in huge pages"
         lines = [f"{head}, which took {self.seconds:.2f} s"]
         lines += [f"  - {cause.reason} [{cause.hint}]" for cause in self.causes]
+        lines += [f"{_bytes(size)} more in {memory_name(device)}" for device, size in self.on_devices]
         return "\n".join(lines)
+
+
+def _ranges(entries: Sequence[CacheEntry], device: int | None) -> list[tuple[int, int]]:
+    """The memory of caches there, joined."""
+    return huge_pages.join(
+        (int(addr), int(addr) + entry.geometry.tensor_size)
+        for entry in entries
+        if entry.device == device
+        for addr in entry.addrs
+    )
 
 
 def _causes(facts: MemoryReport, outcomes: set[Outcome], *, wanted: bool) -> Iterator[Cause]:

@@ -230,7 +230,8 @@ class NetworkLinks(Links):
         link = self._core.table.get(cluster_id)
         if link is None:  # lost between the two lines
             return self.explain(cluster_id)
-        return link.report(self._core.data_server.count(link.token))
+        on_devices = any(entry.device is not None for entry in self._core.catalogue.all())
+        return link.report(self._core.data_server.count(link.token), on_devices=on_devices)
 
     def drain(self, deadline: Deadline) -> list[int]:
         """See ``Links.drain``."""

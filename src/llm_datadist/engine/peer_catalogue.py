@@ -29,6 +29,8 @@ class PeerCache:
     accessible: bool
     regions: U64
     dtype: str
+    device: int | None
+    """The GPU in whose memory it is; None is host memory."""
 
     @property
     def num_tensors(self) -> int:
@@ -62,6 +64,7 @@ def peer_cache(info: messages.CacheInfo) -> PeerCache:
         accessible=info.accessible,
         regions=np.array(info.regions, dtype=np.uint64),
         dtype=info.dtype,
+        device=info.device,
     )
 
 
@@ -77,6 +80,11 @@ class PeerCatalogue:
             if info.req_id is not None
         }
         self._blocks = {info.model_id: info.cache_id for info in snapshot.keys if info.req_id is None}
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether some cache is in GPU memory."""
+        return any(cache.device is not None for cache in self._caches.values())
 
     def find(self, key: Key, *, pull: bool) -> tuple[PeerCache, int]:
         """Cache and batch index that a key names.

@@ -12,6 +12,7 @@ from llm_datadist.engine.errors import invalid
 from llm_datadist.engine.requests import CacheKind
 from llm_datadist.layout import plan
 from llm_datadist.layout.spans import LayoutError, Spans
+from llm_datadist.memory.devices import Devices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,4 +198,5 @@ def _spread(runs: Runs, local: CacheEntry, here: range, remote: PeerCache, there
         )
         raise LayoutError(message)
     regions = remote.regions[there.start : there.stop]
-    return Spans(local.addrs[here.start : here.stop], regions, np.zeros(len(regions), dtype=np.int64), runs)
+    starts, devices = np.zeros(len(regions), dtype=np.int64), Devices(local.device, remote.device)
+    return Spans(local.addrs[here.start : here.stop], regions, starts, runs, devices)

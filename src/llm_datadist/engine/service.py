@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_datadist.engine.catalogue import info_of
+from llm_datadist.memory.devices import memory_name
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.wire import messages
 
@@ -111,7 +112,13 @@ class CacheService:
                 )
             regions.append(found[0])
             offsets.append(found[1])
-        return messages.Resolved(regions=regions, offsets=offsets)
+        devices = {self._regions.view.device(region) for region in regions}
+        if len(devices) > 1:
+            names = " and ".join(sorted(map(memory_name, devices)))
+            return refuse(
+                LLMStatusCode.LLM_PARAM_INVALID, f"the destination addresses are in {names}: name one of them"
+            )
+        return messages.Resolved(regions=regions, offsets=offsets, device=devices.pop() if devices else None)
 
 
 def refuse(code: LLMStatusCode, reason: str) -> messages.Refuse:

@@ -30,6 +30,7 @@ from llm_datadist.engine.planning import (
 from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey, PullRequest, PushRequest
 from llm_datadist.engine.verify import Verifier
 from llm_datadist.layout.spans import LayoutError, Spans
+from llm_datadist.memory.devices import Devices
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.observe.events import FallbackReason, Phase
@@ -270,6 +271,7 @@ class Transfers:
             regions=np.array(where.regions, dtype=np.uint64),
             starts=np.array(where.offsets, dtype=np.int64),
             runs=runs,
+            devices=Devices(local.device, where.device),
         )
         try:
             self._move(call, spans, 0, pull=False)
@@ -294,9 +296,9 @@ class Transfers:
         try:
             link.begin(deadline)
             if self._verifier is not None:
-                self._verifier.require(link, request.operation)
+                self._verifier.require(link, request.operation, spans)
             while True:
-                path = link.path(deadline, beyond)
+                path = link.path(deadline, beyond, spans.devices)
                 name = path.name
                 call.watch.over(name, spans.total)
                 try:

@@ -57,17 +57,21 @@ class Verifier:
         self._asking: set[object] = set()
         self._mismatches = itertools.count(1)
 
-    def require(self, link: PeerLink, operation: str) -> None:
+    def require(self, link: PeerLink, operation: str, spans: Spans) -> None:
         """Nothing is moved that could not be verified.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: the peer cannot compute digests.
+            LLMException: LLM_FEATURE_NOT_ENABLED: the peer cannot compute digests, or GPU memory takes part.
         """
+        code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        if spans.devices.any:
+            context = f"verify_transfers is on, but does not look into GPU memory ({spans.devices})"
+            hint = "turn verify_transfers off on this side"
+            raise failure(code, operation, context, peer=link.cluster_id, phase="check", hint=hint)
         if link.digest != digests.ALGORITHM:
             context = (
                 f"verify_transfers is on, but cluster {link.cluster_id} cannot compute {digests.ALGORITHM} digests"
             )
-            code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
             hint = f"{digests.INSTALL} there, or turn verify_transfers off here"
             raise failure(code, operation, context, peer=link.cluster_id, phase="check", hint=hint)
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm_datadist.memory import iovec
+from llm_datadist.memory.devices import HOST_ONLY
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from llm_datadist.memory.devices import Devices
     from llm_datadist.memory.iovec import Part
 
     U64 = NDArray[np.uint64]
@@ -76,6 +78,8 @@ class Spans:
     starts: I64
     """Where in that region, bytes."""
     runs: Runs
+    devices: Devices = HOST_ONLY
+    """In which memory all of either side is."""
 
     @property
     def total(self) -> int:
@@ -87,7 +91,7 @@ class Spans:
 
     def __getitem__(self, part: Part) -> Spans:
         tensors, runs = part
-        return Spans(self.bases[tensors], self.regions[tensors], self.starts[tensors], self.runs[runs])
+        return Spans(self.bases[tensors], self.regions[tensors], self.starts[tensors], self.runs[runs], self.devices)
 
     @property
     def here(self) -> iovec.Side:
@@ -104,7 +108,7 @@ class Spans:
     def cut(self) -> Spans:
         """The same bytes in spans of at most ``iovec.MAX_PIECE``."""
         runs = self.runs.cut()
-        return self if runs is self.runs else Spans(self.bases, self.regions, self.starts, runs)
+        return self if runs is self.runs else Spans(self.bases, self.regions, self.starts, runs, self.devices)
 
 
 def merge(local: I64, remote: I64, lengths: I64) -> Runs:

@@ -5,8 +5,9 @@ and so always sees the present state without asking anybody: which regions are l
 epoch. Nothing else in this process learns raw addresses: across the network a span is (region, offset, length).
 
 Layout, 32-byte rows of four ``uint64``: row 0 is the header (magic, epoch, state, capacity); row ``slot`` >= 1 is a
-region (id, base address, size, reachable), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
-again.
+region (id, base address, size, access), id 0 meaning free. A region id is ``serial << 16 | slot`` and is never used
+again. Bit 0 of the access tells whether peers may name the region; the other bits are 0 for host memory, else the
+number of the GPU, from 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist.memory import shared
+from llm_datadist.memory.devices import memory_name
 from llm_datadist.memory.shared import Area, NotSealedError, check_sealed
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10
 
 _SLOT_MASK: Final = CAPACITY - 1
 _EPOCH, _STATE = 1, 2
-_ID, _BASE, _SIZE, _REACHABLE = 0, 1, 2, 3
+_ID, _BASE, _SIZE, _ACCESS = 0, 1, 2, 3
+_REACHABLE: Final = 1
 _WAIT_SLICE: Final = 0.25
 
 
@@ -59,6 +62,10 @@ class RegionError(Exception):
 
 class UnknownRegionError(RegionError):
     """A region id that is not live: it was never registered, or has been unregistered."""
+
+
+class DeviceRegionError(RegionError):
+    """The region is in GPU memory, and whoever wants to use it can only touch host memory."""
 
 
 class StaleEpochError(RegionError):
@@ -124,11 +131,12 @@ class RegionTable:
             self.rows[0, _EPOCH] += np.uint64(1)
             return int(self.rows[0, _EPOCH])
 
-    def add(self, base: int, size: int, *, reachable: bool = True) -> int:
+    def add(self, base: int, size: int, *, reachable: bool = True, device: int | None = None) -> int:
         """Register ``size`` bytes at ``base``; the region's id. Memory is not touched.
 
-        ``reachable`` tells whether spans of peers may name it.
+        ``reachable`` tells whether spans of peers may name it, ``device`` in the memory of which GPU it is.
         """
+        access = int(reachable) | (0 if device is None else device + 1) << 1
         with self._lock:
             if self._free:
                 slot = self._free.pop()
@@ -140,7 +148,7 @@ class RegionTable:
                 raise RegionError(message)
             self._serial += 1
             region = self._serial << 16 | slot
-            self.rows[slot, 1:] = (base, size, reachable)
+            self.rows[slot, 1:] = (base, size, access)
             self.rows[slot, _ID] = region
             return region
 
@@ -162,7 +170,7 @@ class RegionTable:
             rows = self.rows[1 : self._used + 1]
             base, limit = rows[:, _BASE], rows[:, _BASE] + rows[:, _SIZE]
             end = np.uint64(address + size)
-            live = (rows[:, _ID] != 0) & (rows[:, _REACHABLE] != 0)
+            live = (rows[:, _ID] != 0) & (rows[:, _ACCESS] & np.uint64(_REACHABLE) != 0)
             hits = np.flatnonzero(live & (base <= np.uint64(address)) & (limit >= end))
             if not len(hits):
                 return None
@@ -284,19 +292,23 @@ class RegionView:
         """The owner's present epoch."""
         return int(self._words[_EPOCH])
 
-    def bases(self, regions: U64, starts: I64, extent: tuple[int, int]) -> U64:
+    def bases(self, regions: U64, starts: I64, extent: tuple[int, int], *, devices: bool = False) -> U64:
         """Absolute addresses of ``starts`` in ``regions``, after which the bytes ``[low, high)`` are to be used.
+
+        ``devices`` tells whether the caller can use GPU memory, too.
 
         Raises:
             UnknownRegionError: a region is not live.
+            DeviceRegionError: a region is in GPU memory, and the caller cannot use that.
             RegionError: some of the bytes are outside their region, or the region is not for peers.
         """
         rows = self._rows[(regions & np.uint64(_SLOT_MASK)).astype(np.int64)]
         dead = (rows[:, _ID] != regions) | (regions == 0)
         if dead.any():
             raise _unknown(int(regions[int(np.argmax(dead))]))
-        if not rows[:, _REACHABLE].all():
-            raise _closed()
+        if (rows[:, _ACCESS] != _REACHABLE).any():
+            for access in rows[:, _ACCESS].tolist():
+                _check_access(access, devices=devices)
         sizes = rows[:, _SIZE].astype(np.int64)
         low, high = extent
         outside = (starts < 0) | (starts > sizes) | (high > sizes - starts)
@@ -306,18 +318,30 @@ class RegionView:
         addresses: U64 = rows[:, _BASE] + starts.astype(np.uint64)
         return addresses
 
-    def find(self, region: int) -> tuple[int, int]:
-        """Address and size of a region.
+    def device(self, region: int) -> int | None:
+        """The GPU in whose memory a region is; None for host memory.
 
         Raises:
             UnknownRegionError: it is not live.
+        """
+        words, at = self._words, (region & _SLOT_MASK) * 4
+        if words[at] != region or not region:
+            raise _unknown(region)
+        return _device(words[at + _ACCESS])
+
+    def find(self, region: int) -> tuple[int, int]:
+        """Address and size of a region in host memory.
+
+        Raises:
+            UnknownRegionError: it is not live.
+            DeviceRegionError: it is in GPU memory.
             RegionError: it is not for peers.
         """
         words, at = self._words, (region & _SLOT_MASK) * 4
         if words[at] != region or not region:
             raise _unknown(region)
-        if not words[at + _REACHABLE]:
-            raise _closed()
+        if words[at + _ACCESS] != _REACHABLE:
+            _check_access(words[at + _ACCESS], devices=False)
         return words[at + _BASE], words[at + _SIZE]
 
     def base(self, region: int, start: int, extent: tuple[int, int]) -> int:
@@ -353,8 +377,17 @@ def _unknown(region: int) -> UnknownRegionError:
     return UnknownRegionError(f"region {region:#x} is not registered (any more)")
 
 
-def _closed() -> RegionError:
-    return RegionError("the cache is not remote accessible")
+def _device(access: int) -> int | None:
+    return (access >> 1) - 1 if access >> 1 else None
+
+
+def _check_access(access: int, *, devices: bool) -> None:
+    if not access & _REACHABLE:
+        raise RegionError("the cache is not remote accessible")
+    device = _device(access)
+    if device is not None and not devices:
+        message = f"the cache is in {memory_name(device)}, which cannot be reached this way"
+        raise DeviceRegionError(message)
 
 
 def _outside(start: int, extent: tuple[int, int], size: int) -> RegionError:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 
 from llm_datadist.layout.spans import Runs, Spans
+from llm_datadist.memory.devices import HOST_ONLY
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
     from llm_datadist.layout.progress import Progress
+    from llm_datadist.memory.devices import Devices
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.workers import Workers
     from llm_datadist.utils.deadline import Deadline
@@ -60,6 +62,14 @@ class PathDeniedError(PathError):
 
 class OutOfReachError(PathError):
     """Some of this memory is beyond this path; nothing was moved, and another path may reach it."""
+
+
+class NoDevicePathError(PathError):
+    """GPU memory takes part, and no path to the peer reaches that; nothing was moved. ``hint`` says what would help."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason)
+        self.hint = hint
 
 
 class PathTimeoutError(PathError):
@@ -127,6 +137,8 @@ class TensorPairs(NamedTuple):
     """Region of the peer that holds its counterpart, from its start."""
     epoch: int
     """Of the peer's region table at that time."""
+    devices: Devices = HOST_ONLY
+    """In which memory they are."""
 
 
 class Shortcut:
@@ -150,13 +162,14 @@ class Shortcut:
         self._path.write(self._spans(size, here, there), deadline, self._pairs.epoch)
 
     def _spans(self, size: int, here: Sequence[int], there: Sequence[int]) -> Spans:
-        bases, regions, _ = self._pairs
+        bases, regions, _, devices = self._pairs
         local, remote = np.array([here, there], dtype=np.int64) * size
         return Spans(
             bases=np.array(bases, dtype=np.uint64),
             regions=np.array(regions, dtype=np.uint64),
             starts=np.zeros(len(bases), dtype=np.int64),
             runs=Runs(local, remote, np.full(len(local), size, dtype=np.int64)),
+            devices=devices,
         )
 
 
@@ -169,6 +182,8 @@ class Path(abc.ABC):
     name: str
     reaches_all: bool = True
     """Whether any registered memory of the peer can be moved; else ``OutOfReachError`` tells which cannot."""
+    reaches_devices: bool = False
+    """As ``Transport.reaches_devices``, which see."""
 
     @abc.abstractmethod
     def read(self, spans: Spans, deadline: Deadline, epoch: int = 0) -> None:
@@ -220,6 +235,12 @@ class Transport(abc.ABC):
     """Makes paths of one kind."""
 
     name: str
+    reaches_devices: bool = False
+    """Whether its paths move GPU memory, too, on either side or both.
+
+    Else they are only given spans whose ``devices`` are ``HOST_ONLY``, and are not even tried for others. If so, spans
+    tell in which memory each side is.
+    """
 
     @abc.abstractmethod
     def connect(self, peer: Peer, context: Context, deadline: Deadline) -> Path:

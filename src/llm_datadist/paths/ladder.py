@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist.layout.spans import Spans
+from llm_datadist.memory.devices import HOST_ONLY
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.paths import registry
 from llm_datadist.paths.base import (
+    NoDevicePathError,
     Path,
     PathDeniedError,
     PathError,
@@ -26,9 +28,16 @@ from llm_datadist.utils.turn import Turn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llm_datadist.memory.devices import Devices
     from llm_datadist.paths.base import Context, Peer
     from llm_datadist.utils.deadline import Deadline
     from llm_datadist.wire.messages import Identity
+
+
+_DEVICE_HINT: Final = (
+    "install NIXL on both sides (pip install 'llm-datadist[nixl]') and permit the path nixl, or transfer by way of "
+    "caches in host memory (Placement.HOST)"
+)
 
 
 def one_sided(peer: Peer, ours: Identity, permitted: Sequence[str]) -> bool:
@@ -77,31 +86,33 @@ class Route:
         self._closed = False
         self.cluster_id: int = peer.identity.cluster_id
 
-    def connect(self, deadline: Deadline, beyond: Path | None = None) -> Path:
+    def connect(self, deadline: Deadline, beyond: Path | None = None, devices: Devices = HOST_ONLY) -> Path:
         """The path in use, or the one for what lies ``beyond`` a path; finds one first if there is none.
 
         Raises:
+            NoDevicePathError: GPU memory takes part, and no permitted path that reaches it works.
             PathError: no permitted path works.
         """
-        return self._known(beyond) or self._find(beyond, deadline)
+        return self._known(beyond, devices) or self._find(beyond, devices, deadline)
 
-    def _find(self, beyond: Path | None, deadline: Deadline) -> Path:
+    def _find(self, beyond: Path | None, devices: Devices, deadline: Deadline) -> Path:
         ticket = object()
         try:
             if not self._climbing.take(ticket, deadline):
                 message = "the deadline passed while another transfer was trying a path"
                 raise PathTimeoutError(message)
-            return self._known(beyond) or self._climb(deadline)
+            return self._known(beyond, devices) or self._climb(devices, deadline)
         finally:
             self._climbing.taken.discard(ticket)
             self._climbing.leave()
 
-    def _known(self, beyond: Path | None) -> Path | None:
+    def _known(self, beyond: Path | None, devices: Devices) -> Path | None:
         with self._lock:
             if self._closed:
                 raise _ended()
             at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
-            return self._paths[at] if at < len(self._paths) else None
+            fit = (path for path in self._paths[at:] if path.reaches_devices or not devices.any)
+            return next(fit, None)
 
     def demote(self, path: Path, reason: str, hint: str | None) -> None:
         """Stop using ``path``: the system does not permit it any more. ``hint`` says what would help."""
@@ -134,8 +145,12 @@ class Route:
         """Whether this path is in use."""
         return path in self._paths
 
-    def attempts(self) -> tuple[Attempt, ...]:
-        """What became of every path, those in use first."""
+    def attempts(self, *, on_devices: bool = False) -> tuple[Attempt, ...]:
+        """What became of every path, those in use first; ``on_devices`` says that there are caches in GPU memory."""
+        found = self._all_attempts()
+        return tuple(map(_told_of_devices, found)) if on_devices else found
+
+    def _all_attempts(self) -> tuple[Attempt, ...]:
         with self._lock:
             known = {each.name for each in self._attempts}
             enough = not self._paths or self._paths[-1].reaches_all
@@ -157,8 +172,10 @@ class Route:
         for path in paths:
             path.close()
 
-    def _climb(self, deadline: Deadline) -> Path:
+    def _climb(self, devices: Devices, deadline: Deadline) -> Path:
         for name in tuple(self._left):
+            if devices.any and not _reaches_devices(name):
+                continue  # it stays for host memory
             try:
                 path = attempt(name, self._peer, self._context, deadline)
             except PathRejectedError as rejection:
@@ -167,7 +184,11 @@ class Route:
                     raise PathTimeoutError(message) from rejection
                 self._tried(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))
             else:
-                return self._adopt(name, path)
+                return self._adopt(name, path, devices)
+        if devices.any:
+            reasons = "; ".join(map(str, self.attempts(on_devices=True)))
+            message = f"the caches are in {devices}, and no path to the peer reaches GPU memory ({reasons})"
+            raise NoDevicePathError(message, _DEVICE_HINT)
         with self._lock:
             reasons = "; ".join(str(each) for each in self._attempts if not each.chosen)
             what = "this memory of the peer" if self._paths else "the peer"
@@ -179,13 +200,15 @@ class Route:
             self._attempts.append(outcome)
             self._left = [name for name in self._left if name != outcome.name]
 
-    def _adopt(self, name: str, path: Path) -> Path:
+    def _adopt(self, name: str, path: Path, devices: Devices) -> Path:
         """Use a path that has just been found."""
         reason = path.describe()
         with self._lock:
             closed = self._closed
             if not closed:
-                if self._paths:
+                if devices.any and self._paths:
+                    reason = f"for GPU memory: {reason}"
+                elif self._paths:
                     reason = f"for what {self._paths[-1].name} does not reach: {reason}"
                 self._tried(Attempt(name, chosen=True, reason=reason))
                 self._paths += (path,)
@@ -203,6 +226,20 @@ class Route:
     def copy_threads(self) -> int:
         """How many threads a transfer may use."""
         return self._context.copy_threads
+
+
+def _reaches_devices(name: str) -> bool:
+    try:
+        return registry.get(name).reaches_devices
+    except PathRejectedError:  # to try it tells why
+        return True
+
+
+def _told_of_devices(outcome: Attempt) -> Attempt:
+    """What became of a path, and that it is no path to GPU memory, if that is so."""
+    if _reaches_devices(outcome.name):
+        return outcome
+    return replace(outcome, reason=f"{outcome.reason}; it reaches host memory only")
 
 
 def _ended() -> PeerGoneError:

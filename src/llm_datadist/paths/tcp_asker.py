@@ -110,7 +110,7 @@ class Asker:
 
     def exchange_few(self, op: Op, few: FewPieces, deadline: Deadline) -> None:
         """One request and its reply, without arrays."""
-        (bases, regions, epoch), size, here, there = few
+        (bases, regions, epoch, _), size, here, there = few
         timeout_ms = _milliseconds(deadline)
         request = Request(op, len(bases), len(here), epoch, few.total, timeout_ms, deadline.transfer_id)
         memory = [word for base in bases for at in here for word in (base + at * size, size)]

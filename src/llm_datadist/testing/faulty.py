@@ -103,6 +103,7 @@ class FaultyPath(Path):
     def __init__(self, path: Path, faults: Faults) -> None:
         self.name: str = path.name
         self.reaches_all: bool = path.reaches_all
+        self.reaches_devices: bool = path.reaches_devices
         self._path = path
         self._faults = faults
         self._changed = threading.Condition()
@@ -219,8 +220,8 @@ def cut_at(spans: Spans, count: int) -> tuple[list[Spans], list[Spans]]:
     if tensor < len(spans.bases):
         first, others = _cut_runs(spans.runs, rest)
         here = spans[slice(tensor, tensor + 1), slice(None)]
-        before.append(Spans(here.bases, here.regions, here.starts, first))
-        after.insert(0, Spans(here.bases, here.regions, here.starts, others))
+        before.append(Spans(here.bases, here.regions, here.starts, first, here.devices))
+        after.insert(0, Spans(here.bases, here.regions, here.starts, others, here.devices))
     return [part for part in before if part.total], [part for part in after if part.total]
 
 

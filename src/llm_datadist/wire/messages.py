@@ -136,6 +136,8 @@ class CacheInfo(Struct, frozen=True, kw_only=True):
     accessible: bool
     regions: Annotated[list[U64], Meta(max_length=1 << 16)]
     """Region of each tensor."""
+    device: U32 | None = None
+    """The GPU in whose memory all tensors are; None is host memory."""
 
 
 class KeyInfo(Struct, frozen=True, kw_only=True):
@@ -207,6 +209,8 @@ class Resolved(Struct, frozen=True, kw_only=True, tag="resolved"):
 
     regions: Annotated[list[U64], Meta(max_length=1 << 16)]
     offsets: Annotated[list[Size], Meta(max_length=1 << 16)]
+    device: U32 | None = None
+    """The GPU in whose memory all of them are; None is host memory."""
 
 
 class Drain(Struct, frozen=True, kw_only=True, tag="drain"):

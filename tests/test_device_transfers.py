@@ -31,7 +31,7 @@ from llm_datadist.memory.devices import HOST_ONLY
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from peers import Node, Peer, Peers
+    from peers import Node, Peers
 
 OK, DISABLED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 POOL = '{"memory_size": 16777216, "page_shift": 12}'
@@ -72,7 +72,7 @@ PATHS = ["process_vm", "mapped,tcp", "tcp"]
 
 
 @pytest.mark.parametrize("paths", [*PATHS, "auto", "inprocess"])
-def test_without_a_path_to_it_nothing_moves(peers: Peers, library: str, paths: str) -> None:  # noqa: C901
+def test_without_a_path_to_it_nothing_moves(peers: Peers, library: str, paths: str) -> None:
     """Whichever side is on the GPU. Nobody, not even the kernel, could touch that memory; the link goes on."""
     server = peers.make(1, paths=paths, mem_pool_cfg=POOL)
     process = server.process if paths == "inprocess" else None

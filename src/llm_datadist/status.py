@@ -170,7 +170,7 @@ class LLMParamInvalidError(LLMException, ValueError):
     """Arguments, options or caches that cannot work together.
 
     A block index out of range, lists or tensor counts that differ, block sizes that differ, not remote accessible,
-    modes of the two peers that differ. Nothing was moved.
+    modes of the two peers that differ, memory that is not where its placement says. Nothing was moved.
     """
 
     default_code = LLMStatusCode.LLM_PARAM_INVALID
@@ -251,7 +251,8 @@ class LLMExistLinkError(LLMException):
 class LLMFeatureNotEnabledError(LLMException):
     """Allocation calls without a pool; rank tables or another listen address with `hixl`.
 
-    Also `verify_transfers` with a peer that lacks the extra `verify`.
+    Also `verify_transfers` with a peer that lacks the extra `verify`, or of GPU memory; GPU memory where no path to
+    the peer reaches it, or in a copy within the process. Nothing was moved.
     """
 
     default_code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Placement(IntEnum):
-    """Which memory a cache lies in. Note that :class:`Memtype` counts the other way round."""
+    """Which memory a cache lies in. Note that :class:`Memtype` counts the other way round.
+
+    In a process that uses CUDA, DEVICE is memory of one GPU, and registering checks it. Else both are host memory.
+    """
 
     HOST = 0
     DEVICE = 1

@@ -41,6 +41,8 @@ class Storage(ManagerBase):
 
         The memory must stay valid until ``unregister_cache`` or ``finalize``. Its content is not touched now, but it is
         moved into huge pages, which takes at most a second and half a second a GiB (``LLMConfig.huge_pages``).
+        In a process that uses CUDA it must be where the placement says: all tensors in host memory, or each in one
+        allocation of the same GPU.
 
         Args:
             cache_desc: the geometry.
@@ -55,7 +57,8 @@ class Storage(ManagerBase):
             TypeError: wrong type of an argument, a tuple of addresses and a negative address included.
             AttributeError: ``cache_desc`` is None.
             LLMException: LLM_PARAM_INVALID: no address, a zero address, not one address per tensor, a dimension that is
-                not positive, too many addresses registered, or ``remote_accessible=True`` after ``LLMDataDist.link``.
+                not positive, too many addresses registered, ``remote_accessible=True`` after ``LLMDataDist.link``, or
+                memory that is not where the placement says.
         """
         utils.check_isinstance("cache_desc", cache_desc, CacheDesc)
         utils.check_isinstance("addrs", addrs, list, int)
@@ -90,8 +93,8 @@ class Storage(ManagerBase):
             TypeError: wrong type of an argument, a tuple of addresses and a negative address included.
             AttributeError: ``cache_desc`` is None.
             LLMException: LLM_PARAM_INVALID: no address, not one address per tensor, a zero address in a cache that
-                peers may reach, a dimension that is not positive, too many addresses registered, or
-                ``remote_accessible=True`` after ``LLMDataDist.link``.
+                peers may reach, a dimension that is not positive, too many addresses registered,
+                ``remote_accessible=True`` after ``LLMDataDist.link``, or memory that is not where the placement says.
         """
         utils.check_isinstance("cache_desc", cache_desc, CacheDesc)
         utils.check_isinstance("addrs", addrs, list, int)
@@ -120,7 +123,8 @@ class Storage(ManagerBase):
         """Allocate a contiguous cache from the memory pool of its placement; peers may reach it.
 
         Its memory goes back to the pool once ``deallocate_cache`` was called and none of its keys is left: a key goes
-        by ``remove_cache_key``, or when a peer has pulled it (without remote cache access).
+        by ``remove_cache_key``, or when a peer has pulled it (without remote cache access). Pools are host memory: in a
+        process that uses CUDA, allocate with ``Placement.HOST``, and register what is on the GPU.
 
         Args:
             cache_desc: the geometry.
@@ -129,8 +133,9 @@ class Storage(ManagerBase):
         Raises:
             TypeError: wrong type of an argument.
             AttributeError: ``cache_desc`` is None.
-            LLMException: LLM_PARAM_INVALID: no tensors, no pool configured for the placement, more keys than batch
-                entries, a key in use or given twice; LLM_OUT_OF_MEMORY: the pool has no room.
+            LLMException: LLM_PARAM_INVALID: no tensors, no pool configured for the placement, DEVICE in a process that
+                uses CUDA, more keys than batch entries, a key in use or given twice; LLM_OUT_OF_MEMORY: the pool has no
+                room.
         """
         utils.check_isinstance("cache_desc", cache_desc, CacheDesc)
         utils.check_isinstance("cache_keys", cache_keys, (tuple, list), CacheKey)
@@ -144,8 +149,8 @@ class Storage(ManagerBase):
         Raises:
             TypeError: wrong type of an argument.
             AttributeError: ``cache_desc`` is None.
-            LLMException: LLM_PARAM_INVALID: no tensors, or no pool configured for the placement; LLM_OUT_OF_MEMORY: the
-                pool has no room.
+            LLMException: LLM_PARAM_INVALID: no tensors, no pool configured for the placement, or DEVICE in a process
+                that uses CUDA; LLM_OUT_OF_MEMORY: the pool has no room.
         """
         utils.check_isinstance("cache_desc", cache_desc, CacheDesc)
         utils.check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)

@@ -1,4 +1,4 @@
-"""Memory pools of an engine: one for device placement, one for host placement. Here both are ordinary memory."""
+"""Memory pools of an engine: one for device placement, one for host placement. Both are ordinary host memory."""
 
 from __future__ import annotations
 

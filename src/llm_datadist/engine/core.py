@@ -33,7 +33,6 @@ from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.process import boot_id, dumpable, own_start_time, pid_namespace, user_namespace
-from llm_datadist.wire import messages
 from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.messages import Identity, Offer
 
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.options import EngineOptions
     from llm_datadist.engine.session import Session
     from llm_datadist.memory.shared import Area
+    from llm_datadist.wire import messages
 
 _MAX_NEWCOMERS: Final = 512
 _CONTROL_THREADS: Final = 64

@@ -80,7 +80,7 @@ class EngineOptions:
     """After so long a silence a peer is asked for a sign of life; 0: never."""
     heartbeat_timeout_ms: int = DEFAULT_HEARTBEAT_TIMEOUT_MS
     """The link of a peer that gives none for so long is given up."""
-    nixl: NixlOptions = NixlOptions()
+    nixl: NixlOptions = field(default_factory=NixlOptions)
     """How NIXL is used, if it is."""
 
     @classmethod

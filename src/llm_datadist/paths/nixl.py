@@ -28,6 +28,7 @@ from llm_datadist.paths.base import (
     Shortcut,
     Transport,
 )
+from llm_datadist.paths.nixl_agent import OverlapError
 from llm_datadist.paths.nixl_options import NixlUnavailableError, rdma_devices
 from llm_datadist.paths.nixl_remote import KeysOutdatedError, attach, detach
 from llm_datadist.utils.deadline import Deadline
@@ -161,6 +162,7 @@ class Flight:
             if self._open:
                 return
         self.undo.close()
+        self._path.agent.leave()
         self._remote.leave(self.look, was_left=self._left)
 
 
@@ -202,6 +204,10 @@ class NixlPath(Path):
                 return
             except KeysOutdatedError:
                 self.remote.lost()
+            except OverlapError as overlap:
+                if not self.agent.merge(overlap, deadline):
+                    message = f"{overlap}, and other transfers did not end in time"
+                    raise PathTimeoutError(message) from overlap
             except NixlUnavailableError as error:
                 raise PathFaultError(str(error)) from error
 
@@ -213,7 +219,14 @@ class NixlPath(Path):
         if self.aborted:
             message = "the link was closed"
             raise PeerGoneError(message)
-        return Flight(self, self.remote, self.remote.enter(self._ask, deadline), deadline)
+        if not self.agent.enter(deadline):
+            message = "the deadline passed while other transfers came to an end"
+            raise PathTimeoutError(message)
+        try:
+            return Flight(self, self.remote, self.remote.enter(self._ask, deadline), deadline)
+        except BaseException:
+            self.agent.leave()
+            raise
 
     def _move(self, flight: Flight, spans: Spans, epoch: int, deadline: Deadline, *, writing: bool) -> None:
         remote, look, regions = self.remote, flight.look, spans.regions
@@ -363,12 +376,12 @@ class _OneRequest(Shortcut):
         edges = [edge for begin, length, _ in ours for edge in (begin, begin + length - 1)]
         path.require_mapped(edges)
         agent, low, high = path.agent, min(here) * size, max(here) * size + size
-        try:
-            if not all(agent.covers(near, near + low, near + high) for near, _ in sides):
-                return False
-        except NixlUnavailableError:
-            return False
         with path.begin(deadline) as flight:
+            try:
+                if not all(agent.covers(near, near + low, near + high) for near, _ in sides):
+                    return False
+            except (NixlUnavailableError, OverlapError):
+                return False
             remote, epoch = path.remote, self._pairs.epoch
             flight.bases = self._pairs.bases
             if remote.head(flight.look, flight.run).epoch != epoch or remote.found(self._pairs.regions, epoch) is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.memory.move import mapped
 from llm_datadist.memory.regions import RegionError
-from llm_datadist.paths.nixl_options import NixlOptions, NixlUnavailableError, load
+from llm_datadist.paths.nixl_options import NixlOptions, NixlUnavailableError, load, rdma_devices
 from llm_datadist.paths.nixl_requests import Requests
 from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
@@ -32,12 +32,24 @@ if TYPE_CHECKING:
 _WAKE_US: Final = 10_000
 """NIXL's own thread sleeps until something comes, but at most so long; 0 would keep a core busy."""
 _SETTLE_S: Final = 0.5
+_MERGE_S: Final = 1.0
+_STAYS: Final = 0
+"""No region: the user of a pool."""
+
+
+class OverlapError(Exception):
+    """Memory that is registered in part: NIXL finds what is registered only if nothing of it overlaps."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        super().__init__(f"memory from {begin:#x} to {end:#x} overlaps what is registered")
+        self.range: tuple[int, int] = (begin, end)
 
 
 class Registrations:
     """Memory of this process that NIXL may touch. The caller has a lock.
 
-    Regions that lie in a memory pool are registered with the whole pool, once.
+    Regions that lie in a memory pool are registered with the whole pool, once, and those that lie in another one with
+    that.
     """
 
     def __init__(self, bindings: Any, agent: Any, backend: int, regions: RegionTable, areas: Sequence[Area]) -> None:
@@ -47,10 +59,11 @@ class Registrations:
         self._table = regions
         self._areas = [(area.base, area.base + area.length) for area in areas]
         self._users: dict[tuple[int, int], set[int]] = {}
-        """Regions in each range that is registered; 0 stands for a user that stays."""
+        """Regions in each range that is registered, or ``_STAYS``."""
         self._range_of: dict[int, tuple[int, int]] = {}
         self.generation: int = 1
-        """Counts what has gone."""
+        """Counts what has gone, where that makes keys wrong that peers know: those of RDMA devices."""
+        self._keyed = bool(rdma_devices())
 
     def of_region(self, region: int) -> tuple[int, int] | None:
         """Register the memory of a region; from where to where; None if it is not live.
@@ -77,17 +90,37 @@ class Registrations:
 
     def _enter(self, region: int, base: int, size: int) -> tuple[int, int]:
         end = base + size
-        inside = next(((low, high) for low, high in self._areas if low <= base and end <= high), None)
-        user, begin_end = (region, (base, end)) if inside is None else (0, inside)
-        if begin_end not in self._users:
-            if inside is None and not mapped([base, end - 1]):
+        in_pool = next(((low, high) for low, high in self._areas if low <= base and end <= high), None)
+        begin_end = in_pool or (base, end)
+        touched = [each for each in self._users if each[0] < begin_end[1] and begin_end[0] < each[1]]
+        if len(touched) == 1 and touched[0][0] <= begin_end[0] and begin_end[1] <= touched[0][1]:
+            begin_end = touched[0]
+        elif touched:
+            raise OverlapError(*begin_end)
+        else:
+            if not mapped([begin_end[0], begin_end[1] - 1]):
                 message = f"registered memory at {base:#x} is not mapped (any more)"
                 raise NixlUnavailableError(message)
             self.register(*begin_end)
             self._users[begin_end] = set()
-        self._users[begin_end].add(user)
+        self._users[begin_end].add(_STAYS if in_pool else region)
         self._range_of[region] = begin_end
         return begin_end
+
+    def merge(self, begin: int, end: int) -> None:
+        """Register one range in place of all that overlap this one. Nothing of them is in use."""
+        touched = [each for each in self._users if each[0] < end and begin < each[1]]
+        users: set[int] = set()
+        for each in touched:
+            begin, end = min(begin, each[0]), max(end, each[1])
+            users |= self._users.pop(each)
+            self.deregister(*each)
+        self.generation += self._keyed
+        self.register(begin, end)
+        self._users[begin, end] = users
+        for region, begin_end in self._range_of.items():
+            if begin_end in touched:
+                self._range_of[region] = begin, end
 
     def register(self, base: int, end: int) -> None:
         """Register any memory.
@@ -123,7 +156,7 @@ class Registrations:
             users.discard(region)
             if not users:
                 del self._users[begin_end]
-                self.generation += 1
+                self.generation += self._keyed
                 self.deregister(*begin_end)
         return bool(known)
 
@@ -166,6 +199,10 @@ class Agent:
         self._table = (table.base, table.base + table.length)
         self.registrations.register(*self._table)
         self.requests: Requests = Requests(self)
+        self._gate = threading.Condition()
+        self._flights = 0
+        """Transfers of this side that run."""
+        self._merging = False
         self.remotes: dict[str, Remote] = {}
         """By the names of their agents."""
         self._reach: dict[int, int] = {}
@@ -179,6 +216,16 @@ class Agent:
         Raises:
             NixlUnavailableError: with the reason.
         """
+        deadline = Deadline.after(_MERGE_S)
+        while True:
+            try:
+                return self._tell(wanted)
+            except OverlapError as overlap:
+                if not self.merge(overlap, deadline):
+                    message = f"{overlap}, which is in use"
+                    raise NixlUnavailableError(message, "register the larger cache first") from overlap
+
+    def _tell(self, wanted: Sequence[int]) -> AgentInfo:
         with self.lock:
             if self._closed:
                 message = "this engine has been finalized"
@@ -199,6 +246,7 @@ class Agent:
 
         Raises:
             NixlUnavailableError: NIXL does not take them.
+            OverlapError: see there; ``merge`` helps.
         """
         if self._reach.get(base, 0) >= end:
             return True
@@ -209,6 +257,42 @@ class Agent:
             if found[0] <= base:
                 self._reach[base] = found[1]
             return True
+
+    def enter(self, deadline: Deadline) -> bool:
+        """Count a transfer that uses what is registered; False if it cannot begin in time."""
+        with self._gate:
+            if self._merging and not self._gate.wait_for(lambda: not self._merging, deadline.remaining()):
+                return False
+            self._flights += 1
+            return True
+
+    def leave(self) -> None:
+        """Count it no longer."""
+        with self._gate:
+            self._flights -= 1
+            if self._merging:
+                self._gate.notify_all()
+
+    def merge(self, overlap: OverlapError, deadline: Deadline) -> bool:
+        """See ``Registrations.merge``; waits until no transfer of this side runs. False if that took too long.
+
+        Raises:
+            NixlUnavailableError: NIXL does not take it.
+        """
+        with self._gate:
+            if not self._gate.wait_for(lambda: not self._merging, deadline.remaining()):
+                return False
+            self._merging = True
+            try:
+                if not self._gate.wait_for(lambda: not self._flights, deadline.remaining()):
+                    return False
+                with self.lock:
+                    self.registrations.merge(*overlap.range)
+                    self._reach = {}
+                    return True
+            finally:
+                self._merging = False
+                self._gate.notify_all()
 
     def forget(self, regions: Sequence[int]) -> None:
         """These regions have gone, and nobody uses them any more."""

@@ -25,7 +25,7 @@ from llm_datadist.paths.base import ConnectionLostError, PathError, PathTimeoutE
 from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -120,7 +120,8 @@ class Remote:
         self._loaded = False
         self._table = 0
         self._generation = 0
-        self._keys: set[int] = set()
+        self._keys: dict[int, tuple[int, int]] = {}
+        """Regions whose keys are known, and from where to where they are."""
         self._looks: list[Look] = []
         self._mirror: U64 = np.zeros((CAPACITY, ROW_BYTES // 8), dtype=np.uint64)
         self._view = RegionView(self._mirror)
@@ -167,9 +168,8 @@ class Remote:
             if look is not None:
                 self._looks.append(look)
             self._changed.notify_all()
-            forgotten = not self._flights and not self.users
-        if forgotten:
-            self.close()
+        if not self.users:
+            self.retire()
 
     def abandon(self) -> None:
         """Nobody waits any more for what one of its users has begun."""
@@ -196,7 +196,7 @@ class Remote:
         for look in self._looks:
             look.close()
         self._looks = []
-        self._keys = set()
+        self._keys = {}
         with contextlib.suppress(Exception):  # nothing is known of it, or it has gone by itself
             self._agent.native.invalidateRemoteMD(self.name)
 
@@ -228,15 +228,21 @@ class Remote:
         for first in range(0, len(missing), messages.MAX_AGENT_REGIONS):
             part = missing[first : first + messages.MAX_AGENT_REGIONS]
             told = self._ask(ask, part, deadline)
-            if told.generation != self._generation:
-                raise KeysOutdatedError
             unknown = set(part) - set(told.regions)
             if unknown:
                 message = f"region {min(unknown):#x} is not registered (any more)"
                 raise UnknownRegionError(message)
+            ranges = {region: self._range(region) for region in part}
+            # NIXL keeps the key that it knows for an address, although memory that has come to lie there has another.
+            if told.generation != self._generation and _overlap(ranges.values(), self._keys.values()):
+                raise KeysOutdatedError
             with self._lock:
                 self._load(told.metadata)
-                self._keys.update(part)
+                self._keys.update(ranges)
+
+    def _range(self, region: int) -> tuple[int, int]:
+        base, size = self._view.find(region)
+        return base, base + size
 
     def found(self, regions: Sequence[int], epoch: int) -> list[tuple[int, int]] | None:
         """Address and size of these regions, if that and their keys are known since this epoch has begun.
@@ -244,13 +250,9 @@ class Remote:
         Raises:
             RegionError: one of them is not for peers.
         """
-        if self._valid[0] != epoch or not self._valid[1].issuperset(regions) or not self._keys.issuperset(regions):
+        if self._valid[0] != epoch or not self._valid[1].issuperset(regions) or not self._keys.keys() >= set(regions):
             return None
         return [self._view.find(region) for region in regions]
-
-    def usable(self) -> bool:
-        """Whether it is connected."""
-        return self._loaded
 
     # The peer's region table
 
@@ -305,6 +307,14 @@ class Remote:
             message = "a cache was unregistered during the transfer"
             raise StaleEpochError(message)
 
+    def retire(self) -> None:
+        """No path uses it: forget it if the connection is broken. A good one is kept, for it cannot be closed.
+
+        UCX keeps the socket of a connection until the peer closes it, too.
+        """
+        if not self._loaded:
+            self.close()
+
     def close(self) -> None:
         """Forget it; idempotent. What is under way has ended, or the agent stays for ever."""
         with self._lock:
@@ -313,6 +323,11 @@ class Remote:
             self._loaded = False
             self._disconnect()
         self._agent.remotes.pop(self.name, None)
+
+
+def _overlap(some: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> bool:
+    """Whether any of some ranges shares a byte with any of others."""
+    return any(low < end and begin < high for low, high in some for begin, end in others)
 
 
 def attach(agent: Agent, name: str) -> Remote:
@@ -329,5 +344,6 @@ def detach(agent: Agent, remote: Remote) -> None:
     """Undo ``attach``."""
     with agent.lock:
         remote.users -= 1
-        if not remote.users:
-            remote.close()
+        unused = not remote.users
+    if unused:
+        remote.retire()

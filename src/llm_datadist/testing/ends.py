@@ -93,7 +93,8 @@ class _TransportEnds(PathEnds):
         self._copiers.close()
         self._regions.close()
 
-    def _ask(self, body: Body, _deadline: Deadline) -> Body:
+    def _ask(self, body: Body, deadline: Deadline) -> Body:
+        del deadline
         if not isinstance(body, AskAgent):
             message = f"an owner without a control connection does not answer {type(body).__name__}"
             raise PathError(message)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from typing import TYPE_CHECKING
+
 import pytest
 
 from llm_datadist.paths.nixl_options import INSTALL, installed
 
+if TYPE_CHECKING:
+    from peers import Peers, Process
+
 needs_nixl = pytest.mark.skipif(installed() is None, reason=f"NIXL is not installed: {INSTALL}")
-TRANSPORTS = {"shared memory": "sm,self,tcp", "TCP": "tcp"}
-"""UCX_TLS for each of them. With shared memory the connection itself is made over TCP."""
+SHARED_MEMORY, TCP = "sm,self,tcp", "tcp"
+TRANSPORTS = {"shared memory": SHARED_MEMORY, "TCP": TCP}
+"""``UCX_TLS`` for each of them; with shared memory the connection itself is made over TCP."""
 
 
-@pytest.fixture(params=TRANSPORTS.values(), ids=TRANSPORTS.keys())
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """UCX uses this one, in this process and in those that it starts."""
-    monkeypatch.setenv("UCX_TLS", request.param)
-    return str(request.param)
+def use_ucx(transports: str) -> None:
+    """In a child, before anything else: what UCX may use."""
+    os.environ["UCX_TLS"] = transports
+
+
+def process_with(peers: Peers, transports: str) -> Process:
+    """A child process in which UCX uses these."""
+    return peers.process(functools.partial(use_ucx, transports))

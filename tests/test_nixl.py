@@ -36,6 +36,7 @@ for module in pkgutil.walk_packages(llm_datadist.__path__, "llm_datadist."):
 def make(cluster_id, **properties):
     config = LLMConfig()
     config.allow_multiple_instances = True
+    config.enable_cache_manager = True
     config.paths = "tcp,nixl"
     for name, value in properties.items():
         setattr(config, name, value)

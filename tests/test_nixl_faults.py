@@ -64,7 +64,8 @@ def attempt(node: Node, method: str) -> tuple[str, bool, float]:
     """In the child: status and quiescence of one transfer of everything, and how long it took."""
     begin, blocks = time.monotonic(), list(range(BLOCKS))
     try:
-        getattr(node.manager, method)(BlocksCacheKey(VICTIM, 0), node.caches["mine"], blocks, blocks)
+        key, cache = BlocksCacheKey(VICTIM, 0), node.caches["mine"]
+        getattr(node.manager, method)(key, cache, blocks, blocks, tensor_num_per_layer=1)
     except LLMException as error:
         return error.status_code.name, error.quiescent, time.monotonic() - begin
     return "LLM_SUCCESS", True, time.monotonic() - begin

@@ -7,7 +7,7 @@ registered at this very moment is read from its region table before and after ea
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +16,7 @@ import numpy as np
 from llm_datadist.layout.progress import Progress
 from llm_datadist.memory import iovec
 from llm_datadist.memory.move import mapped
-from llm_datadist.memory.regions import StaleEpochError
+from llm_datadist.memory.regions import StaleEpochError, UnknownRegionError
 from llm_datadist.paths.base import (
     ConnectionLostError,
     Path,
@@ -29,21 +29,21 @@ from llm_datadist.paths.base import (
     Transport,
 )
 from llm_datadist.paths.nixl_agent import OverlapError
+from llm_datadist.paths.nixl_few import OneRequest
+from llm_datadist.paths.nixl_flight import GRACE_S, Flight
 from llm_datadist.paths.nixl_options import NixlUnavailableError, rdma_devices
 from llm_datadist.paths.nixl_remote import KeysOutdatedError, attach, detach
-from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from llm_datadist.layout.spans import Spans
     from llm_datadist.memory.iovec import Part
     from llm_datadist.paths.base import Ask, Context, Peer, TensorPairs
     from llm_datadist.paths.nixl_agent import Agent
-    from llm_datadist.paths.nixl_remote import Look, Remote
+    from llm_datadist.paths.nixl_remote import Remote
+    from llm_datadist.utils.deadline import Deadline
 
     U64 = NDArray[np.uint64]
 
@@ -52,118 +52,6 @@ _PART_BYTES: Final = 16 << 20
 """Of one request: what may still move when the deadline has passed."""
 _AHEAD: Final = 2
 """Requests of a transfer that are under way at a time."""
-_SHORT_BYTES: Final = 4 << 20
-"""Below this, one request is enough."""
-_GRACE_S: Final = 0.15
-
-
-class Flight:
-    """One transfer, and all that it holds until NIXL has ended each of its requests."""
-
-    def __init__(self, path: NixlPath, remote: Remote, look: Look, deadline: Deadline) -> None:
-        self._path = path
-        self._requests = path.agent.requests
-        self._remote = remote
-        self.look = look
-        self._deadline = deadline
-        self._live: dict[int, bool] = {}
-        """Requests that may run, and whether they are used again."""
-        self._lock = threading.Lock()
-        self._open = 1
-        self._left = False
-        self.undo = contextlib.ExitStack()
-        self.bases: Sequence[int] = ()
-        """Of local tensors that are read or written."""
-
-    def __enter__(self) -> Flight:  # noqa: PYI034 - there is no Self in Python 3.10
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None and not self.settle() and isinstance(error, PathError):
-                error.quiescent = False
-        finally:
-            self.end()
-
-    def post(self, handle: int, *, reuse: bool = False) -> bool:
-        """Begin a request; whether it has ended already.
-
-        Raises:
-            ConnectionLostError: the peer's agent cannot be reached (any more).
-        """
-        self._live[handle] = reuse
-        try:
-            done = self._requests.post(handle)
-        except ConnectionLostError:
-            self._lost(handle)
-            raise
-        if done:
-            self._over(handle)
-        return done
-
-    def wait(self, handle: int) -> None:
-        """Wait for the end of a request that was posted."""
-        try:
-            self._requests.wait(handle, self._deadline, self._path.stopped)
-        except ConnectionLostError:
-            self._lost(handle)
-            raise
-        self._over(handle)
-
-    def run(self, handle: int, *, reuse: bool = False) -> None:
-        """Both; see ``Run``."""
-        if not self.post(handle, reuse=reuse):
-            self.wait(handle)
-
-    def _lost(self, handle: int) -> None:
-        self._remote.lost()
-        self._over(handle)
-
-    def _over(self, handle: int) -> None:
-        if not self._live.pop(handle):
-            self._requests.free(handle)
-
-    def settle(self) -> bool:
-        """After a failure: wait a moment for requests that still run, then leave them; whether all have ended."""
-        grace = Deadline.after(_GRACE_S)
-        for handle in list(self._live):
-            if self._requests.ends_by(handle, grace):
-                self._over(handle)
-            else:
-                self._leave(handle)
-        return not self._left
-
-    def more_time(self, seconds: float) -> None:
-        """After a failure: look at the peer once more."""
-        self._deadline = Deadline.after(seconds)
-
-    def _leave(self, handle: int) -> None:
-        """Nobody waits for this request any more: what it touches is held until it has ended."""
-        with self._lock:
-            self._open += 1
-            first, self._left = not self._left, True
-        if first:
-            self._remote.abandon()
-            self.undo.callback(self._path.context.linger())
-            self._path.hold(self.bases, self.undo)
-        reuse = self._live.pop(handle)
-
-        def ended() -> None:
-            if not reuse:
-                self._requests.free(handle)
-            self.end()
-
-        self._requests.leave(handle, ended)
-
-    def end(self) -> None:
-        """The call, or one of the requests that were left, has ended."""
-        with self._lock:
-            self._open -= 1
-            if self._open:
-                return
-        self.undo.close()
-        self._path.agent.leave()
-        self._remote.leave(self.look, was_left=self._left)
 
 
 class NixlPath(Path):
@@ -193,7 +81,7 @@ class NixlPath(Path):
 
     def shortcut(self, pairs: TensorPairs) -> Shortcut:
         """See ``Path.shortcut``."""
-        return _OneRequest(self, pairs)
+        return OneRequest(self, pairs)
 
     def _transfer(self, spans: Spans, deadline: Deadline, epoch: int, *, writing: bool) -> None:
         spans = spans.cut()
@@ -219,14 +107,7 @@ class NixlPath(Path):
         if self.aborted:
             message = "the link was closed"
             raise PeerGoneError(message)
-        if not self.agent.enter(deadline):
-            message = "the deadline passed while other transfers came to an end"
-            raise PathTimeoutError(message)
-        try:
-            return Flight(self, self.remote, self.remote.enter(self._ask, deadline), deadline)
-        except BaseException:
-            self.agent.leave()
-            raise
+        return Flight(self, self.remote.enter(self._ask, deadline), deadline)
 
     def _move(self, flight: Flight, spans: Spans, epoch: int, deadline: Deadline, *, writing: bool) -> None:
         remote, look, regions = self.remote, flight.look, spans.regions
@@ -245,7 +126,7 @@ class NixlPath(Path):
                 error.quiescent = not writing  # what was under way may still arrive there
             elif error.quiescent:
                 with contextlib.suppress(PathError, StaleEpochError):
-                    flight.more_time(_GRACE_S)
+                    flight.more_time(GRACE_S)
                     remote.confirm(regions, seen, look, flight.run)
                     error.progress = progress
             raise
@@ -262,7 +143,7 @@ class NixlPath(Path):
             begin, end = base + low, base + high
             if not agent.covers(base, begin, end):
                 agent.registrations.register(begin, end)
-                flight.undo.callback(agent.registrations.deregister, begin, end)
+                flight.at_end(functools.partial(agent.registrations.deregister, begin, end))
 
     def require_mapped(self, addresses: list[int]) -> None:
         """Raise PathFaultError unless there is memory: what NIXL does where there is none is a crash."""
@@ -297,12 +178,14 @@ class NixlPath(Path):
         while running:
             finish_first()
 
-    def hold(self, bases: Sequence[int], undo: contextlib.ExitStack) -> None:
-        """Keep local memory from being unregistered until ``undo``."""
+    def hold(self, flight: Flight) -> None:
+        """Keep local memory from being unregistered until the end of a flight."""
         regions = self.context.regions
-        found = [regions.around(base, 1) for base in bases]
-        with contextlib.suppress(Exception):  # one of them has gone: it is the caller's own fault
-            undo.enter_context(regions.lease([region[0] for region in found if region is not None]))
+        found = [regions.around(base, 1) for base in flight.bases]
+        lease = contextlib.ExitStack()
+        with contextlib.suppress(UnknownRegionError):  # one of them has gone already, against all rules
+            lease.enter_context(regions.lease([region[0] for region in found if region is not None]))
+        flight.at_end(lease.close)
 
     def close(self) -> None:
         """See ``Path.close``."""
@@ -325,73 +208,6 @@ def _descriptors(iovecs: U64) -> U64:
     descriptors = np.zeros((len(iovecs), 3), dtype=np.uint64)
     descriptors[:, :2] = iovecs
     return descriptors
-
-
-class _OneRequest(Shortcut):
-    """One request, with addresses that are valid as long as the peer's epoch is the same.
-
-    Where anything at all is unusual the long way does it, perhaps once more, and tells why.
-    """
-
-    def __init__(self, path: NixlPath, pairs: TensorPairs) -> None:
-        super().__init__(path, pairs)
-        self._nixl = path
-        self._sides: list[tuple[int, int]] | None = None
-        """Addresses of each tensor here and there."""
-        self._room = 0
-
-    def read(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
-        """See ``Shortcut.read``."""
-        if not self._move(size, here, there, deadline, writing=False):
-            super().read(size, here, there, deadline)
-
-    def write(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
-        """See ``Shortcut.write``."""
-        if not self._move(size, here, there, deadline, writing=True):
-            super().write(size, here, there, deadline)
-
-    def _find(self) -> list[tuple[int, int]] | None:
-        bases, regions, epoch = self._pairs
-        found = self._nixl.remote.found(regions, epoch)
-        if found is not None:
-            self._room = min(size for _, size in found)
-            self._sides = [(near, far) for near, (far, _) in zip(bases, found, strict=True)]
-        return self._sides
-
-    def _move(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline, *, writing: bool) -> bool:
-        path = self._nixl
-        sides = self._sides or self._find()
-        if sides is None or deadline.expired() or size * len(here) * len(sides) >= _SHORT_BYTES:
-            return False
-        last = self._room - size
-        ours: list[tuple[int, int, int]] = []
-        theirs: list[tuple[int, int, int]] = []
-        for local, other in zip(here, there, strict=True):
-            near_at, far_at = local * size, other * size
-            if not 0 <= far_at <= last:
-                return False
-            for near, far in sides:
-                ours.append((near + near_at, size, 0))
-                theirs.append((far + far_at, size, 0))
-        edges = [edge for begin, length, _ in ours for edge in (begin, begin + length - 1)]
-        path.require_mapped(edges)
-        agent, low, high = path.agent, min(here) * size, max(here) * size + size
-        with path.begin(deadline) as flight:
-            try:
-                if not all(agent.covers(near, near + low, near + high) for near, _ in sides):
-                    return False
-            except (NixlUnavailableError, OverlapError):
-                return False
-            remote, epoch = path.remote, self._pairs.epoch
-            flight.bases = self._pairs.bases
-            if remote.head(flight.look, flight.run).epoch != epoch or remote.found(self._pairs.regions, epoch) is None:
-                return False
-            try:
-                flight.run(agent.requests.make(ours, theirs, remote.name, writing=writing))
-            except ConnectionLostError as error:
-                error.quiescent = not writing
-                raise
-            return remote.head(flight.look, flight.run).epoch == epoch
 
 
 class Nixl(Transport):

@@ -7,6 +7,7 @@ is known of peers, then registrations, then the agent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import secrets
@@ -199,14 +200,12 @@ class Agent:
         self._table = (table.base, table.base + table.length)
         self.registrations.register(*self._table)
         self.requests: Requests = Requests(self)
-        self._gate = threading.Condition()
-        self._flights = 0
-        """Transfers of this side that run."""
-        self._merging = False
         self.remotes: dict[str, Remote] = {}
         """By the names of their agents."""
         self._reach: dict[int, int] = {}
         """How far memory is registered from an address on: of tensors that have been used."""
+        self.version: int = 1
+        """Another one: what was registered may be so no longer."""
         self._closed = False
         _agents.add(self)
 
@@ -258,47 +257,35 @@ class Agent:
                 self._reach[base] = found[1]
             return True
 
-    def enter(self, deadline: Deadline) -> bool:
-        """Count a transfer that uses what is registered; False if it cannot begin in time."""
-        with self._gate:
-            if self._merging and not self._gate.wait_for(lambda: not self._merging, deadline.remaining()):
-                return False
-            self._flights += 1
-            return True
-
-    def leave(self) -> None:
-        """Count it no longer."""
-        with self._gate:
-            self._flights -= 1
-            if self._merging:
-                self._gate.notify_all()
-
     def merge(self, overlap: OverlapError, deadline: Deadline) -> bool:
         """See ``Registrations.merge``; waits until no transfer of this side runs. False if that took too long.
 
         Raises:
             NixlUnavailableError: NIXL does not take it.
         """
-        with self._gate:
-            if not self._gate.wait_for(lambda: not self._merging, deadline.remaining()):
-                return False
-            self._merging = True
-            try:
-                if not self._gate.wait_for(lambda: not self._flights, deadline.remaining()):
+        with contextlib.ExitStack() as paused:
+            for remote in list(self.remotes.values()):
+                if not remote.pause(deadline):
                     return False
-                with self.lock:
-                    self.registrations.merge(*overlap.range)
-                    self._reach = {}
-                    return True
-            finally:
-                self._merging = False
-                self._gate.notify_all()
+                paused.callback(remote.resume)
+            with self.lock:
+                self.registrations.merge(*overlap.range)
+                self._changed()
+                return True
+
+    def _changed(self) -> None:
+        self._reach = {}
+        self.version += 1
+
+    def reach(self, bases: Sequence[int]) -> int:
+        """How many bytes from each of these addresses on are registered, at least; only of tensors that were used."""
+        return min(self._reach.get(base, base) - base for base in bases)
 
     def forget(self, regions: Sequence[int]) -> None:
         """These regions have gone, and nobody uses them any more."""
         with self.lock:
             if not self._closed and self.registrations.forget(regions):
-                self._reach = {}
+                self._changed()
 
     def close(self) -> None:
         """End it; idempotent. What NIXL has not finished by then stays with it, and the memory has to stay mapped."""

@@ -82,6 +82,12 @@ class Look:
         words = self._words
         return Head(words[0], words[1], words[2], words[3])
 
+    def is_in(self, epoch: int, run: Run) -> bool:
+        """Whether the peer serves its memory, and is in this epoch."""
+        run(self._head, reuse=True)
+        words = self._words
+        return words[0] == MAGIC and words[1] == epoch and words[2] == ALIVE
+
     def rows(self, slots: U64, run: Run) -> U64:
         """These rows as they are now."""
         return np.concatenate([self._some(slots[at : at + _ROWS], run) for at in range(0, len(slots), _ROWS)])
@@ -113,7 +119,13 @@ class Remote:
         self._changed = threading.Condition(self._lock)
         self.users: int = 0
         """Paths."""
-        self._flights = 0
+        self.connection: int = 0
+        """Counts them: keys are bound to one."""
+        self._flights: set[Look] = set()
+        """Transfers that use it."""
+        self._waiters = 0
+        """Threads that wait for none to be left."""
+        self._ready = False
         self._left = 0
         """Of the flights, those for which nobody waits."""
         self._mending = False
@@ -130,6 +142,21 @@ class Remote:
 
     # Connection
 
+    def borrow(self) -> Look | None:
+        """``enter``, if that needs nothing more; else None.
+
+        Takes no lock: either this sees that it is not ready, or whoever has made it so sees the flight.
+        """
+        try:
+            look = self._looks.pop()
+        except IndexError:
+            return None
+        self._flights.add(look)
+        if self._ready:
+            return look
+        self.leave(look)
+        return None
+
     def enter(self, ask: Ask, deadline: Deadline) -> Look:
         """Begin to use it: connected, and with nothing under way that an earlier transfer has left.
 
@@ -137,53 +164,82 @@ class Remote:
             PathError: it cannot be reached, or not in time.
         """
         while True:
+            look = self.borrow()
+            if look is not None:
+                return look
             with self._lock:
                 if not self._changed.wait_for(lambda: not (self._mending or self._left), deadline.remaining()):
                     message = "NIXL has not finished an earlier transfer that failed"
                     raise PathTimeoutError(message)
                 if self._loaded:
-                    self._flights += 1
-                    look = self._looks.pop() if self._looks else None
-                    break
+                    look = Look(self._agent, self.name, self._table)
+                    self._flights.add(look)
+                    return look
                 self._mending = True
             try:
                 self._connect(ask, deadline)
             finally:
-                with self._lock:
-                    self._mending = False
-                    self._changed.notify_all()
-        if look is None:
-            try:
-                return Look(self._agent, self.name, self._table)
-            except BaseException:
-                self.leave(None)
-                raise
-        return look
+                self.resume()
 
-    def leave(self, look: Look | None, *, was_left: bool = False) -> None:
-        """End what ``enter`` began."""
+    def pause(self, deadline: Deadline) -> bool:
+        """Let nobody begin to use it, and wait until nobody does; False, and it is not paused, if that takes too long.
+
+        ``resume`` ends it.
+        """
         with self._lock:
-            self._flights -= 1
-            self._left -= was_left
-            if look is not None:
-                self._looks.append(look)
+            if not self._changed.wait_for(lambda: not self._mending, deadline.remaining()):
+                return False
+            self._mending = True
+            self._update()
+            if self._idle(deadline):
+                return True
+        self.resume()
+        return False
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        with self._lock:
+            self._mending = False
+            self._update()
             self._changed.notify_all()
-        if not self.users:
-            self.retire()
+
+    def _idle(self, deadline: Deadline) -> bool:
+        self._waiters += 1
+        try:
+            return self._changed.wait_for(lambda: not self._flights, deadline.remaining())
+        finally:
+            self._waiters -= 1
+
+    def _update(self) -> None:
+        self._ready = self._loaded and not self._mending and not self._left
+
+    def leave(self, look: Look, *, was_left: bool = False) -> None:
+        """End what ``enter`` began."""
+        self._flights.discard(look)
+        self._looks.append(look)
+        if was_left or self._waiters or not self.users:
+            with self._lock:
+                self._left -= was_left
+                self._update()
+                self._changed.notify_all()
+            if not self.users:
+                self.retire()
 
     def abandon(self) -> None:
         """Nobody waits any more for what one of its users has begun."""
         with self._lock:
             self._left += 1
+            self._update()
 
     def lost(self) -> None:
         """The connection is broken, or what is known is out of date: connect anew before anything else."""
         with self._lock:
             self._loaded = False
+            self._update()
 
     def _connect(self, ask: Ask, deadline: Deadline) -> None:
         with self._lock:
-            if not self._changed.wait_for(lambda: not self._flights, deadline.remaining()):
+            if not self._idle(deadline):
                 message = "other transfers did not end, so that NIXL cannot connect anew"
                 raise PathTimeoutError(message)
         told = self._ask(ask, [], deadline)
@@ -191,6 +247,7 @@ class Remote:
         self._load(told.metadata)
         with self._lock:
             self._table, self._generation, self._loaded = told.table, told.generation, True
+            self.connection += 1
 
     def _disconnect(self) -> None:
         for look in self._looks:

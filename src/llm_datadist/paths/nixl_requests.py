@@ -6,6 +6,7 @@ none is given up: who has no time to wait leaves it here, with all that it touch
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -33,9 +34,10 @@ class Requests:
         self._agent = agent
         self._post, self._look = agent.native.postXferReq, agent.native.getXferStatus
         self._release = agent.native.releaseXferReq
-        self._create = agent.native.createXferReq
+        self._create, self._choose = agent.native.createXferReq, agent.native.makeXferReq
+        self._backends = [agent.backend]
         bindings = agent.bindings
-        self._done, self._busy = bindings.NIXL_SUCCESS, bindings.NIXL_IN_PROG
+        self._done, self._busy = int(bindings.NIXL_SUCCESS), int(bindings.NIXL_IN_PROG)
         self._operations = {False: bindings.NIXL_READ, True: bindings.NIXL_WRITE}
         self._list, self._kind = bindings.nixlXferDList, bindings.DRAM_SEG
         self._lock = threading.Lock()
@@ -58,6 +60,40 @@ class Requests:
             raise ConnectionLostError(message) from error
         return handle
 
+    def prepare(self, remote: str | None, rows: Any) -> int:
+        """A list of descriptors for requests that choose among them: blocks of this side, or of a peer's.
+
+        Each row stands for many of them: address of the first, length, device, distance and count.
+
+        Raises:
+            ConnectionLostError: NIXL does not take it.
+        """
+        whose = self._agent.bindings.NIXL_INIT_AGENT if remote is None else remote
+        try:
+            blocks: int = self._agent.native.prepXferDlist(whose, self._kind, rows, [self._agent.backend])
+        except Exception as error:
+            message = f"NIXL does not take the memory: {error}"
+            raise ConnectionLostError(message) from error
+        return blocks
+
+    def choose(self, here: int, ours: list[int], there: int, theirs: list[int], *, writing: bool) -> int:
+        """A request for some of two prepared lists, one to one.
+
+        Raises:
+            ConnectionLostError: NIXL does not take it.
+        """
+        try:
+            handle: int = self._choose(self._operations[writing], here, ours, there, theirs, "", self._backends)
+        except Exception as error:
+            message = f"NIXL does not take the transfer: {error}"
+            raise ConnectionLostError(message) from error
+        return handle
+
+    def discard(self, blocks: int) -> None:
+        """Give a prepared list back."""
+        with contextlib.suppress(Exception):  # the agent has been finalized
+            self._agent.native.releasedDlistH(blocks)
+
     def free(self, handle: int) -> None:
         """Give a request back that has ended, or was not begun."""
         self._release(handle)
@@ -69,7 +105,7 @@ class Requests:
             ConnectionLostError: the peer's agent cannot be reached (any more).
         """
         try:
-            return bool(self._post(handle, "") == self._done)
+            return int(self._post(handle, "")) == self._done
         except Exception as error:
             raise _lost(error) from error
 
@@ -80,7 +116,7 @@ class Requests:
             ConnectionLostError: it has, but not well.
         """
         try:
-            status = self._look(handle)
+            status = int(self._look(handle))
         except Exception as error:
             raise _lost(error) from error
         if status == self._busy:

@@ -36,6 +36,7 @@ WORKS = Trials(
     loopback=Trial,
     options=Trial,
     collapse=lambda: Advice(1, 1, 0.0, Outcome.DONE),
+    nixl=Trial,
 )
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "doctor.md"
@@ -80,6 +81,8 @@ RMEM, WMEM = "/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"
 THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 DENIED = fails("process_vm", "a child could not read its parent", errno.EPERM)
 UNTRIED = {"trials": replace(WORKS, process_vm=lambda: Trial("it failed", conclusive=False))}
+RDMA = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"}
+NO_NIXL = {"trials": replace(WORKS, nixl=lambda: Trial("NIXL is not installed", conclusive=False))}
 NO_PACKAGE: dict[str, Any] = {"version": lambda _: None}
 
 
@@ -210,7 +213,13 @@ NO_PACKAGE: dict[str, Any] = {"version": lambda _: None}
         (network.ipv6, {}, {}, Level.OK, "not available"),
         (network.ipv6, {"/proc/net/if_inet6": "0001 01 80 10 80 lo\n"}, {}, Level.OK, "^available"),
         (network.rdma, {}, {}, Level.OK, "none"),
-        (network.rdma, {"/sys/class/infiniband/mlx5_0": ""}, {}, Level.NOTE, "mlx5_0 Not used"),
+        (network.rdma, {"/sys/class/infiniband/mlx5_0": ""}, {}, Level.NOTE, "mlx5_0 No port"),
+        (network.rdma, RDMA, {}, Level.OK, "mlx5_0 The path nixl uses"),
+        (network.nixl, {}, {}, Level.OK, "only where LLMConfig.paths names it"),
+        (network.nixl, RDMA, {}, Level.OK, "used between hosts"),
+        (network.nixl, {}, NO_NIXL, Level.OK, "not installed Without RDMA.*pip install"),
+        (network.nixl, RDMA, NO_NIXL, Level.NOTE, "not installed The RDMA devices are not used.*pip install"),
+        (network.nixl, RDMA, fails("nixl", "it ends with -11"), Level.WARNING, "-11.*pip install"),
         (network.gpu, {}, {}, Level.OK, "none"),
         (network.gpu, {"/proc/driver/nvidia/gpus/0000:01:00.0/information": ""}, {}, Level.NOTE, "0000:01:00.0"),
         (

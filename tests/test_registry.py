@@ -86,12 +86,12 @@ def birds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_additions_there_are_ours() -> None:
-    assert registry.names() == registry.BUILT_IN == ("inprocess", "process_vm", "mapped", "tcp")
+    assert registry.names() == registry.BUILT_IN == ("inprocess", "process_vm", "mapped", "nixl", "tcp")
 
 
 def test_added_names_come_before_tcp_and_load_nothing(birds: None) -> None:
     with logged() as records:
-        assert registry.names() == ("inprocess", "process_vm", "mapped", *ADDED, "tcp")
+        assert registry.names() == ("inprocess", "process_vm", "mapped", "nixl", *ADDED, "tcp")
         assert EngineOptions.parse({"llm.Role": ""}).paths == registry.names()
     assert "birds" not in sys.modules
     texts = [record.getMessage() for record in records]

@@ -25,6 +25,7 @@ class PathName(str, Enum):
 
     AUTO = "auto"
     PROCESS_VM = "process_vm"
+    NIXL = "nixl"
     TCP = "tcp"
 
 

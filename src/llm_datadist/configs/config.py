@@ -17,6 +17,7 @@ from llm_datadist.configs.options import (
     device_entries,
     device_ids,
     milliseconds,
+    nixl_entries,
 )
 from llm_datadist.utils import utils
 
@@ -225,6 +226,20 @@ class LlmConfig:
         60_000,
         "Milliseconds without that sign of life after which the link is given up. A background thread of the peer "
         "answers, so a busy interpreter does not matter, but one that an extension holds for so long does.",
+    )
+
+    nixl_backend: Text = Option(
+        "llm.NixlBackend",
+        a_text,
+        None,
+        "Backend of NIXL for the path nixl, the same on both sides. None: as LLM_DATADIST_NIXL_BACKEND says, else UCX.",
+    )
+    nixl_params: Option[dict[str, str] | None] = Option(
+        nixl_entries,
+        a_str_dict,
+        None,
+        "dict of str to str: parameters of that backend, as NIXL takes them, like {'ucx_devices': 'mlx5_0'}. None: as "
+        "LLM_DATADIST_NIXL_PARAMS, a JSON object, says, else none.",
     )
 
     def __init__(self) -> None:

@@ -125,6 +125,11 @@ def device_entries(value: int | list[int] | tuple[int, ...] | None) -> dict[str,
     return {"ge.session_device_id": ids[0], "ge.exec.deviceId": ";".join(ids)}
 
 
+def nixl_entries(value: dict[str, str] | None) -> dict[str, str]:
+    """The option key and value of ``nixl_params``."""
+    return {"llm.NixlParams": json.dumps(value)}
+
+
 def milliseconds(name: str, value: int | str) -> int | str:
     """A positive number of milliseconds, also as str of digits."""
     utils.check_isinstance(name, value, (int, str), allow_none=False)

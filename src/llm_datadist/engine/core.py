@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.engine.catalogue import Catalogue
 from llm_datadist.engine.links import LinkEnder, LinkTable
 from llm_datadist.engine.notifications import Mailbox
-from llm_datadist.engine.service import CacheService
+from llm_datadist.engine.service import CacheService, refuse
 from llm_datadist.engine.verify import DigestService
 from llm_datadist.memory import digests
 from llm_datadist.memory.regions import RegionTable
@@ -25,7 +25,11 @@ from llm_datadist.observe.transfer_log import TransferLog
 from llm_datadist.paths import inprocess
 from llm_datadist.paths.ladder import one_sided
 from llm_datadist.paths.mapped import Mapped
+from llm_datadist.paths.nixl import Nixl
+from llm_datadist.paths.nixl_agent import NixlHost
+from llm_datadist.paths.nixl_options import NixlUnavailableError
 from llm_datadist.paths.tcp_server import DataServer
+from llm_datadist.status import LLMStatusCode
 from llm_datadist.utils import limits, log
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.process import boot_id, dumpable, own_start_time, pid_namespace, user_namespace
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from llm_datadist.engine.options import EngineOptions
     from llm_datadist.engine.session import Session
     from llm_datadist.memory.shared import Area
+    from llm_datadist.wire import messages
 
 _MAX_NEWCOMERS: Final = 512
 _CONTROL_THREADS: Final = 64
@@ -105,6 +110,7 @@ class Core:
         if log.get_logger().isEnabledFor(logging.DEBUG):
             self.recorder.add(TransferLog())
         self.data_server: DataServer = DataServer(self.regions, self.loop, self.serve_workers, self.recorder)
+        self.nixl: NixlHost = NixlHost(options.nixl, self.regions, pools)
         self.digests: DigestService = DigestService(self.regions, self.serve_workers)
         self.mailbox: Mailbox = Mailbox()
         self.table: LinkTable = LinkTable()
@@ -141,7 +147,24 @@ class Core:
 
     def reached_by(self, link: Link) -> bool:
         """Whether a peer may reach our memory without our doing, so that it has to be asked when it has stopped."""
-        return one_sided(link.peer, self.identity, self.options.paths)
+        return link.knows_agent or one_sided(link.peer, self.identity, self.options.paths)
+
+    def tell_agent(self, link: Link, ask: messages.AskAgent) -> messages.Body:
+        """What a peer needs in order to reach our memory over NIXL. May take a while."""
+        options, refusal = self.options.nixl, None
+        if Nixl.name not in self.options.paths:
+            refusal = "the path nixl is not permitted by this side's configuration"
+        elif ask.backend != options.backend:
+            refusal = f"the backend of NIXL is {options.backend} on one side, and {ask.backend} on the other"
+        refusal = refusal or options.objection()
+        if refusal is not None:
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, refusal)
+        link.knows_agent = True
+        try:
+            return self.nixl.agent().tell(ask.regions)
+        except NixlUnavailableError as error:
+            hint = f" [{error.hint}]" if error.hint else ""
+            return refuse(LLMStatusCode.LLM_LINK_FAILED, f"{error}{hint}")
 
     def _knows(self, request: bytes) -> bool:
         """Whether this is the hand-over request of a link, in whatever state."""
@@ -168,6 +191,7 @@ class Core:
         if self.handover is not None:
             self.handover.close()
         self.data_server.close()
+        self.nixl.close()
         self.digests.close()
         if not self.regions.wait_idle(Deadline.after(_SERVED_S)):
             log.error("requests of peers are still being served after finalize: keep registered memory mapped")

@@ -267,6 +267,7 @@ class Engine:
             hint = "keep it mapped and call again"
             raise failure(LLMStatusCode.LLM_LINK_BUSY, operation, context, retryable=True, hint=hint)
         self._links.forget_cache(entry.cache_id)
+        core.nixl.forget(regions)
         if core.catalogue.forget(entry) and entry.owned:
             self._pools.free(on_device=entry.spec.on_device, addresses=[int(addr) for addr in entry.addrs])
 

@@ -23,7 +23,7 @@ from llm_datadist.net.channel import Channel, ChannelClosedError, ReplyTimeoutEr
 from llm_datadist.net.dial import hear, send_first, tell
 from llm_datadist.net.security import TlsError, peer_host
 from llm_datadist.net.waiting import share_of_descriptors
-from llm_datadist.paths.base import ConnectionLostError, Context, PathError, PathTimeoutError, Peer
+from llm_datadist.paths.base import ConnectionLostError, Context, PathError, PathTimeoutError, Peer, PeerGoneError
 from llm_datadist.paths.ladder import Route
 from llm_datadist.paths.tcp_server import MAX_CONNECTIONS
 from llm_datadist.status import LLMStatusCode, code_2_status
@@ -175,6 +175,9 @@ class Handshaker:
             open_data=open_data,
             fence=functools.partial(_fence, link),
             token=handover_request(link.key, link.token),
+            ask=functools.partial(_ask, link),
+            linger=link.linger,
+            nixl=core.nixl,
         )
 
     def _find_path(self, link: Link, open_data: DataConnector, deadline: Deadline) -> str:
@@ -457,6 +460,15 @@ def _open_reverse(link: Link, count: int, deadline: Deadline) -> list[tuple[int,
 def _not_opened(reason: str, deadline: Deadline) -> PathError:
     """The error for data connections that could not be opened: too late, or like one that breaks in use."""
     return PathTimeoutError(reason) if deadline.expired() else ConnectionLostError(reason)
+
+
+def _ask(link: Link, body: messages.Body, deadline: Deadline) -> messages.Body:
+    try:
+        return link.request(body, deadline)
+    except ChannelClosedError as error:
+        raise PeerGoneError(str(error)) from error
+    except ReplyTimeoutError as error:
+        raise PathTimeoutError(str(error)) from error
 
 
 def _fence(link: Link, numbers: list[int], deadline: Deadline) -> bool:

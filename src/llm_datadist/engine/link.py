@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
+import functools
 import itertools
 import queue
 import threading
@@ -267,6 +268,8 @@ class Link(PeerLink):
         self.peer_said_bye = False
         self.peer_is_idle = False
         """Whether it has asked for an orderly end: none of its transfers over the link run any more."""
+        self.knows_agent = False
+        """Whether the peer has been told how to reach our memory over NIXL."""
         self.stalled: str | None = None
         """See ``LinkReport.stalled``."""
         self.data_numbers: itertools.count[int] = itertools.count(1)
@@ -354,6 +357,12 @@ class Link(PeerLink):
         self.running.discard(ticket)
         if self._waiters or self._waiting:
             self._tell_waiters()
+
+    def linger(self) -> Callable[[], object]:
+        """Count one more transfer until what is returned is called, in whatever state the link is."""
+        ticket = object()
+        self.running.add(ticket)
+        return functools.partial(self.end, ticket)
 
     def _tell_waiters(self) -> None:
         with self._lock:

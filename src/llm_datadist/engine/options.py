@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -13,6 +13,8 @@ from llm_datadist.engine.errors import invalid
 from llm_datadist.memory import digests
 from llm_datadist.net.security import TlsFiles
 from llm_datadist.paths import registry
+from llm_datadist.paths.nixl import Nixl
+from llm_datadist.paths.nixl_options import DEFAULT_BACKEND, NixlOptions
 from llm_datadist.utils import environment
 from llm_datadist.utils.numbers import small_number
 from llm_datadist.utils.secret import Secret
@@ -78,6 +80,8 @@ class EngineOptions:
     """After so long a silence a peer is asked for a sign of life; 0: never."""
     heartbeat_timeout_ms: int = DEFAULT_HEARTBEAT_TIMEOUT_MS
     """The link of a peer that gives none for so long is given up."""
+    nixl: NixlOptions = field(default_factory=NixlOptions)
+    """How NIXL is used, if it is."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> EngineOptions:
@@ -116,7 +120,7 @@ class EngineOptions:
             max_registered_addrs=reader.number(
                 "llm.MaxRegisteredAddrs", 1, _MAX_ADDRS_LIMIT, default=DEFAULT_MAX_ADDRS
             ),
-            paths=_paths(reader),
+            paths=_paths(reader)[0],
             strict_constraints=strict,
             huge_pages=_flag(reader, "llm.HugePages", "LLM_DATADIST_HUGE_PAGES", environment.huge_pages(), default="1"),
             metrics=_flag(reader, "llm.Metrics", "LLM_DATADIST_METRICS", environment.metrics(), default="0"),
@@ -137,6 +141,7 @@ class EngineOptions:
                 "llm.HeartbeatTimeoutMs", 1, _INT32_MAX, default=DEFAULT_HEARTBEAT_TIMEOUT_MS
             ),
         )
+        parsed = replace(parsed, nixl=_nixl(reader, encrypted=parsed.tls is not None))
         if strict:
             _check_constraints(reader, parsed)
         return parsed
@@ -223,16 +228,30 @@ def _pool(reader: _Reader, key: str) -> PoolOptions | None:
     return PoolOptions(config.memory_size, config.page_shift)
 
 
-def _paths(reader: _Reader) -> tuple[str, ...]:
+def _paths(reader: _Reader) -> tuple[tuple[str, ...], bool]:
+    """The permitted paths, and whether the user has named them."""
     key, text = "llm.Paths", reader.get("llm.Paths")
     if text is None:
         key, text = "LLM_DATADIST_PATHS", environment.paths() or "auto"
     names = tuple(name.strip() for name in text.split(","))
     if names == ("auto",):
-        return registry.names()
+        return registry.names(), False
     if not set(names) <= set(registry.names()) or len(set(names)) != len(names):
         raise _refused(key, text, f'"auto" or a comma list, in order of preference, of {", ".join(registry.names())}')
-    return names
+    return names, True
+
+
+def _nixl(reader: _Reader, *, encrypted: bool) -> NixlOptions:
+    paths, named = _paths(reader)
+    backend = reader.get("llm.NixlBackend") or environment.nixl_backend() or DEFAULT_BACKEND
+    key, text = "llm.NixlParams", reader.get("llm.NixlParams")
+    if text is None:
+        key, text = "LLM_DATADIST_NIXL_PARAMS", environment.nixl_params() or "{}"
+    try:
+        params = msgspec.json.decode(text, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _refused(key, text, f'a JSON object of strings, as {{"num_workers": "2"}} ({error})') from error
+    return NixlOptions(backend, tuple(sorted(params.items())), wanted=named and Nixl.name in paths, encrypted=encrypted)
 
 
 def _flag(reader: _Reader, key: str, variable: str, fallback: str | None, *, default: str) -> bool:

@@ -153,6 +153,11 @@ class Session:
             core.control_workers.run(
                 lambda: reply(self._host.open_data(link, body.count), request_id), lambda: reply(refusal, request_id)
             )
+        elif isinstance(body, messages.AskAgent):
+            refusal = refuse(LLMStatusCode.LLM_LINK_FAILED, "this side has no thread to make a NIXL agent")
+            core.control_workers.run(
+                lambda: reply(core.tell_agent(link, body), request_id), lambda: reply(refusal, request_id)
+            )
         elif isinstance(body, messages.Fence):
             core.data_server.give_up(link.token, body.connections, lambda: reply(Ok(), request_id))
         elif isinstance(body, messages.Bye):

@@ -164,18 +164,26 @@ class RegionTable:
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """The reachable region that holds these bytes, as (region, offset); None if no single one does."""
+        row = self._holding(address, size, reachable=True)
+        return None if row is None else (int(row[_ID]), address - int(row[_BASE]))
+
+    def around(self, address: int, size: int) -> tuple[int, int, int] | None:
+        """A region that holds these bytes, as (region, base, size), also one that is not for peers."""
+        row = self._holding(address, size, reachable=False)
+        return None if row is None else (int(row[_ID]), int(row[_BASE]), int(row[_SIZE]))
+
+    def _holding(self, address: int, size: int, *, reachable: bool) -> U64 | None:
         if address + size >= 1 << 64:
             return None
         with self._lock:
             rows = self.rows[1 : self._used + 1]
             base, limit = rows[:, _BASE], rows[:, _BASE] + rows[:, _SIZE]
             end = np.uint64(address + size)
-            live = (rows[:, _ID] != 0) & (rows[:, _ACCESS] & np.uint64(_REACHABLE) != 0)
+            live = rows[:, _ID] != 0
+            if reachable:
+                live &= rows[:, _ACCESS] & np.uint64(_REACHABLE) != 0
             hits = np.flatnonzero(live & (base <= np.uint64(address)) & (limit >= end))
-            if not len(hits):
-                return None
-            row = rows[int(hits[0])]
-            return int(row[_ID]), address - int(row[_BASE])
+            return rows[int(hits[0])].copy() if len(hits) else None
 
     @contextlib.contextmanager
     def lease(self, regions: Sequence[int]) -> Iterator[None]:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from llm_datadist.memory.devices import Devices
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.net.workers import Workers
+    from llm_datadist.paths.nixl_agent import NixlHost
     from llm_datadist.utils.deadline import Deadline
-    from llm_datadist.wire.messages import Identity, Offer
+    from llm_datadist.wire.messages import Body, Identity, Offer
 
 
 class PathError(Exception):
@@ -99,6 +100,18 @@ class DataConnector(Protocol):
         """
 
 
+class Ask(Protocol):
+    """Asks the peer over the control connection."""
+
+    def __call__(self, body: Body, deadline: Deadline) -> Body:
+        """The answer.
+
+        Raises:
+            PeerGoneError: the link has ended.
+            PathTimeoutError: there was no answer in time.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """The other side, as it introduced itself."""
@@ -122,6 +135,12 @@ class Context:
     """Ask the peer to stop using these data connections; whether it confirmed."""
     token: bytes
     """Secret of the link, for a path that has to show whom it belongs to."""
+    ask: Ask | None = None
+    """Asks the peer over the control connection, where there is one."""
+    linger: Callable[[], Callable[[], object]] = lambda: lambda: None
+    """Count the link as in use until what it returns is called: something may still move after its call has failed."""
+    nixl: NixlHost | None = None
+    """This side's NIXL agent, made when it is first needed."""
 
 
 FEW: Final = 256

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.paths.base import PathRejectedError, Transport
 from llm_datadist.paths.inprocess import InProcess
 from llm_datadist.paths.mapped import Mapped
+from llm_datadist.paths.nixl import Nixl
 from llm_datadist.paths.process_vm import ProcessVm
 from llm_datadist.paths.tcp import Tcp
 from llm_datadist.utils import log
@@ -24,11 +25,14 @@ if TYPE_CHECKING:
 GROUP: Final = "llm_datadist.paths"
 _NAME_CHARS: Final = 128
 _SAME_HOST: Final[tuple[Transport, ...]] = (InProcess(), ProcessVm(), Mapped())
+_FABRIC: Final[tuple[Transport, ...]] = (Nixl(),)
 _ANYWHERE: Final[tuple[Transport, ...]] = (Tcp(),)
-BUILT_IN: Final = tuple(transport.name for transport in (*_SAME_HOST, *_ANYWHERE))
+BUILT_IN: Final = tuple(transport.name for transport in (*_SAME_HOST, *_FABRIC, *_ANYWHERE))
 """Names of our own, best first."""
 
-transports: Final[dict[str, Transport]] = {transport.name: transport for transport in (*_SAME_HOST, *_ANYWHERE)}
+transports: Final[dict[str, Transport]] = {
+    transport.name: transport for transport in (*_SAME_HOST, *_FABRIC, *_ANYWHERE)
+}
 """By name, as far as they are loaded; tests may exchange them."""
 
 
@@ -48,9 +52,9 @@ def _is_name(name: str) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    """All known ones, best first: those within a host, the added ones by name, TCP."""
-    here, anywhere = ([transport.name for transport in some] for some in (_SAME_HOST, _ANYWHERE))
-    return (*here, *_additions(), *anywhere)
+    """All known ones, best first: those within a host, NIXL, the added ones by name, TCP."""
+    here, fabric, anywhere = ([transport.name for transport in some] for some in (_SAME_HOST, _FABRIC, _ANYWHERE))
+    return (*here, *fabric, *_additions(), *anywhere)
 
 
 def get(name: str) -> Transport:

@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.memory.regions import RegionTable
 from llm_datadist.net.workers import Workers
-from llm_datadist.paths.base import Context, PathError, PathTimeoutError, Peer
+from llm_datadist.paths.base import Context, PathError, PathTimeoutError, Peer, PeerGoneError
+from llm_datadist.paths.nixl_agent import NixlHost
+from llm_datadist.paths.nixl_options import NixlOptions
 from llm_datadist.testing.owner import TOKEN, WAIT_S, Owner, OwnerProcess, identity
 from llm_datadist.utils.deadline import Deadline
+from llm_datadist.wire.messages import AskAgent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llm_datadist.paths.base import Path, Transport
     from llm_datadist.testing.owner import MemoryOwner
+    from llm_datadist.wire.messages import Body
 
 _COPIERS: Final = 4
 _FEWEST_THREADS: Final = 2
@@ -54,6 +58,7 @@ class _TransportEnds(PathEnds):
         self._numbers = itertools.count(1)
         self._regions = RegionTable()
         self._copiers = Workers("conformance-copy", _COPIERS)
+        self._nixl = NixlHost(NixlOptions(wanted=True), self._regions)
         self._context = Context(
             identity=identity(),
             regions=self._regions,
@@ -62,6 +67,8 @@ class _TransportEnds(PathEnds):
             open_data=self._open_data,
             fence=lambda numbers, _deadline: owner.fence(numbers),
             token=TOKEN,
+            ask=self._ask,
+            nixl=self._nixl,
         )
 
     def connect(self) -> Path:
@@ -81,9 +88,20 @@ class _TransportEnds(PathEnds):
 
     def close(self) -> None:
         """Give everything back."""
+        self._nixl.close()
         self.owner.close()
         self._copiers.close()
         self._regions.close()
+
+    def _ask(self, body: Body, deadline: Deadline) -> Body:
+        del deadline
+        if not isinstance(body, AskAgent):
+            message = f"an owner without a control connection does not answer {type(body).__name__}"
+            raise PathError(message)
+        try:
+            return self.owner.tell_agent(body.regions)
+        except EOFError as error:
+            raise PeerGoneError(str(error)) from error
 
     def _open_data(self, count: int, deadline: Deadline) -> list[tuple[int, socket.socket]]:
         opened = []

@@ -27,10 +27,12 @@ from llm_datadist.net.loop import Loop
 from llm_datadist.net.workers import Workers
 from llm_datadist.observe.recorder import Recorder
 from llm_datadist.paths import inprocess
+from llm_datadist.paths.nixl_agent import NixlHost
+from llm_datadist.paths.nixl_options import NixlOptions
 from llm_datadist.paths.tcp_server import DataServer
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.process import boot_id, pid_namespace, start_time
-from llm_datadist.wire.messages import Identity, Offer
+from llm_datadist.wire.messages import Agent, Identity, Offer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,6 +115,7 @@ class Owner:
         self._handover = HandoverServer(
             [*self.table.areas, self._area], self._loop, lambda given: given.startswith(token)
         )
+        self._nixl = NixlHost(NixlOptions(wanted=True), self.table, [self._area])
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._accepting = threading.Thread(target=self._accept, name="conformance-accept", daemon=True)
         self._accepting.start()
@@ -180,6 +183,10 @@ class Owner:
         self._server.give_up(self._token, numbers, done.set)
         return done.wait(WAIT_S)
 
+    def tell_agent(self, regions: list[int]) -> Agent:
+        """What a peer needs in order to reach these regions over NIXL."""
+        return self._nixl.agent().tell(regions)
+
     def stop(self) -> None:
         """Serve nobody any more."""
         self.table.stop()
@@ -194,6 +201,7 @@ class Owner:
         self._accepting.join(WAIT_S)
         self._handover.close()
         self._server.close()
+        self._nixl.close()
         self.table.wait_idle(Deadline.after(WAIT_S))
         self._workers.close()
         self._loop.close()
@@ -287,6 +295,10 @@ class OwnerProcess:
         except EOFError:
             return True
 
+    def tell_agent(self, regions: list[int]) -> Agent:
+        """See ``Owner.tell_agent``."""
+        return self._call(Agent, "tell_agent", regions)
+
     def stop(self) -> None:
         """Kill it."""
         self._child.kill()
@@ -323,3 +335,4 @@ def main() -> None:
         call = msgspec.json.decode(line, type=_Call)
         sys.stdout.buffer.write(msgspec.json.encode(getattr(owner, call.method)(*call.args)) + b"\n")
         sys.stdout.buffer.flush()
+    owner.close()

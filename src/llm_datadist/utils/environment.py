@@ -69,3 +69,33 @@ def allow_insecure_remote() -> str | None:
     The option ``llm.AllowInsecureRemote`` wins over it.
     """
     return os.environ.get("LLM_DATADIST_ALLOW_INSECURE_REMOTE")
+
+
+def nixl_backend() -> str | None:
+    """``LLM_DATADIST_NIXL_BACKEND``: the backend of NIXL, "UCX" by default; None when unset.
+
+    The option ``llm.NixlBackend`` (``LLMConfig.nixl_backend``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_NIXL_BACKEND")
+
+
+def nixl_params() -> str | None:
+    """``LLM_DATADIST_NIXL_PARAMS``: a JSON object with parameters of that backend; None when unset.
+
+    The option ``llm.NixlParams`` (``LLMConfig.nixl_params``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_NIXL_PARAMS")
+
+
+def prepare_ucx(*, rdma: bool, tcp: bool) -> None:
+    """What UCX and NIXL need before they are loaded, as far as the user has not decided it.
+
+    Without RDMA devices UCX must not load the module for them: it crashes when the process ends. And where nobody has
+    asked for it, UCX neither opens ports on the host's networks nor uses TCP, at which ours is faster.
+    """
+    if not rdma:
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    if not tcp:
+        os.environ.setdefault("UCX_TLS", "^tcp")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong is raised

@@ -27,6 +27,9 @@ MAX_INTRODUCTION: Final = 32 << 10
 """Bytes of an encoded ``Hello`` or of the answer to it."""
 MAX_NOTIFICATION: Final = 64 << 10
 """Bytes of a message of the application."""
+MAX_AGENT_REGIONS: Final = 512
+"""Whose keys are told at a time."""
+MAX_AGENT_METADATA: Final = 1 << 20
 VERSION_MIN: Final = 1
 VERSION_MAX: Final = 1
 
@@ -235,6 +238,27 @@ class OpenData(Struct, frozen=True, kw_only=True, tag="open_data"):
     count: Annotated[int, Meta(ge=1, le=64)]
 
 
+class AskAgent(Struct, frozen=True, kw_only=True, tag="ask_agent"):
+    """Tell how to reach your NIXL agent, and the keys of these regions. Answered by ``Agent`` or ``Refuse``."""
+
+    backend: Name
+    regions: Annotated[list[U64], Meta(max_length=MAX_AGENT_REGIONS)]
+
+
+class Agent(Struct, frozen=True, kw_only=True, tag="agent"):
+    """A NIXL agent, and as many of the regions as are registered."""
+
+    name: Name
+    metadata: Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA)]
+    """As NIXL packs it: the connection, the keys of the region table and of these regions."""
+    table: U64
+    """Address of the region table."""
+    generation: U64
+    """Counts the registrations that have gone: keys of an older one may be wrong."""
+    regions: Annotated[list[U64], Meta(max_length=MAX_AGENT_REGIONS)]
+    """Those whose keys are told."""
+
+
 class Fence(Struct, frozen=True, kw_only=True, tag="fence"):
     """Answer when no request on these data connections can touch your memory any more; they are being given up."""
 
@@ -286,6 +310,8 @@ Body = Union[  # noqa: UP007 - an alias is evaluated, also by Python 3.10
     Ping,
     Join,
     OpenData,
+    AskAgent,
+    Agent,
     Fence,
     Digest,
     Digested,

@@ -46,6 +46,7 @@ CHECKS: Final[tuple[Callable[[System], Finding], ...]] = (
     network.backlog,
     network.ipv6,
     network.rdma,
+    network.nixl,
     network.gpu,
     software.needed,
     software.optional,

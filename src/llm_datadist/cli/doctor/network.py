@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.cli.doctor.findings import Finding, Group, Level
-from llm_datadist.engine.options import EngineOptions
+from llm_datadist.paths.nixl_options import INSTALL, rdma_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,9 +103,26 @@ def rdma(system: System) -> Finding:
     found = system.names("/sys/class/infiniband")
     if not found:
         return _device("rdma", Level.OK, found, "TCP carries what goes between hosts.")
-    return _device(
-        "rdma", Level.NOTE, found, f"Not used: the paths of this version are {', '.join(EngineOptions().paths)}."
-    )
+    active = rdma_devices(system.path("/sys/class/infiniband"))
+    if not active:
+        return _device("rdma", Level.NOTE, found, "No port of them is active: TCP carries what goes between hosts.")
+    return _device("rdma", Level.OK, active, "The path nixl uses them between hosts that have NIXL.")
+
+
+def nixl(system: System) -> Finding:
+    """The library for RDMA and other fabrics."""
+    trial = system.trials.nixl()
+    active = rdma_devices(system.path("/sys/class/infiniband"))
+    facts = {"works": trial.ok, "rdma": bool(active)}
+    if trial.ok:
+        use = "between hosts" if active else "only where LLMConfig.paths names it on both sides, for want of RDMA"
+        return Finding("nixl", Group.DEVICES, Level.OK, "NIXL starts", f"The path nixl is used {use}.", facts=facts)
+    if trial.conclusive:  # installed, but broken
+        meaning = "The path nixl does not work; between hosts, tcp is used."
+        return Finding("nixl", Group.DEVICES, Level.WARNING, trial.failed, meaning, INSTALL, facts)
+    level = Level.NOTE if active else Level.OK
+    meaning = "The RDMA devices are not used; between hosts, tcp is." if active else "Without RDMA it is not needed."
+    return Finding("nixl", Group.DEVICES, level, trial.failed, meaning, INSTALL, facts)
 
 
 def gpu(system: System) -> Finding:

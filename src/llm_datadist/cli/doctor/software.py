@@ -14,7 +14,7 @@ _NEEDED: Final = ("numpy", "msgspec")
 _OPTIONAL: Final = (
     "torch",
     "xxhash",
-    "nixl",
+    "nixl-cu12",
     "mooncake-transfer-engine",
     "prometheus-client",
     "opentelemetry-sdk",

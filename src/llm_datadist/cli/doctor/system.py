@@ -31,6 +31,7 @@ class Trials:
     loopback: Callable[[], Trial] = trials.loopback
     options: Callable[[], Trial] = trials.options
     collapse: Callable[[], Advice] = trials.collapse
+    nixl: Callable[[], Trial] = trials.nixl
 
 
 def _cores() -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from llm_datadist.engine.options import EngineOptions
 from llm_datadist.memory import huge_pages, shared, syscalls
 from llm_datadist.memory.regions import RegionTable
+from llm_datadist.paths.nixl_options import installed
 from llm_datadist.status import LLMException
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 NONCE_BYTES: Final = 32
 _CHILD_S: Final = 20.0
 _CONNECT_S: Final = 5.0
+_NIXL_S: Final = 60.0
 _COLLAPSE_BYTES: Final = 4 << 20
 _FAILED: Final = "a process that was started for the trial"
 
@@ -130,6 +132,20 @@ def _room() -> ctypes.Array[ctypes.c_char]:
 
 def _trial(what: str, error: OSError, *, conclusive: bool = True) -> Trial:
     return Trial(f"{what}: {error.strerror or error}", error.errno or 0, conclusive)
+
+
+def nixl() -> Trial:
+    """Whether NIXL starts, and ends, in a process of its own: what is wrong with it may be a crash."""
+    if installed() is None:
+        return Trial("NIXL is not installed", conclusive=False)
+    command = [sys.executable, "-m", "llm_datadist.cli.doctor.nixl_child"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NIXL_S, check=False)  # noqa: S603 - ours
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Trial(f"NIXL cannot be tried: {error}")
+    if done.stdout:
+        return Trial(done.stdout)
+    return Trial(f"a process that uses NIXL ends with {done.returncode}") if done.returncode else Trial()
 
 
 def memfd() -> Trial:

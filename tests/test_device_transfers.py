@@ -154,6 +154,27 @@ def test_a_path_that_reaches_it_is_taken(peers: Peers, library: str, reaching: s
         assert "it reaches host memory only" in reasons["process_vm"]
 
 
+def test_a_path_may_decline_host_memory(peers: Peers, library: str, reaching: str) -> None:
+    """It is tried again when GPU memory takes part; which memory that is, it is told."""
+    see_it = functools.partial(see, reaching)
+    server, client = (peers.make(number, process=peers.process(see_it), paths="picky,process_vm") for number in (1, 2))
+    for peer in (server, client):
+        peer.call(load, library)
+        peer.call(register, "host", None, peer.cluster_id, 0)
+        peer.call(register, "gpu", 1, peer.cluster_id, 1)
+    assert client.link(server) == OK
+    client.call(move, "pull_blocks", 1, "host", MANY)
+    reasons, used = client.call(explain, 1)
+    assert used == ["process_vm"]
+    assert reasons["picky"] == "not for host memory"
+    client.call(move, "pull_blocks", 1, "gpu", MANY)
+    assert client.call(explain, 1)[1] == ["process_vm", "picky"]
+    client.call(move, "pull_blocks", 1, "host", MANY)
+    assert client.call(moved) == ["host memory here, host memory there"] * 2 + [
+        "memory of GPU 1 here, host memory there"
+    ]
+
+
 def scribble(node: Node, name: str, seed: int) -> None:
     """In the child: random bytes."""
     memory = node.extra[name]

@@ -156,7 +156,7 @@ class Core:
             refusal = "the path nixl is not permitted by this side's configuration"
         elif ask.backend != options.backend:
             refusal = f"the backend of NIXL is {options.backend} on one side, and {ask.backend} on the other"
-        refusal = refusal or options.objection()
+        refusal = refusal or options.objection(on_devices=ask.on_devices)
         if refusal is not None:
             return refuse(LLMStatusCode.LLM_LINK_FAILED, refusal)
         link.knows_agent = True

@@ -337,19 +337,19 @@ class RegionView:
             raise _unknown(region)
         return _device(words[at + _ACCESS])
 
-    def find(self, region: int) -> tuple[int, int]:
-        """Address and size of a region in host memory.
+    def find(self, region: int, *, devices: bool = False) -> tuple[int, int]:
+        """Address and size of a region; ``devices`` tells whether the caller can use GPU memory, too.
 
         Raises:
             UnknownRegionError: it is not live.
-            DeviceRegionError: it is in GPU memory.
+            DeviceRegionError: it is in GPU memory, and the caller cannot use that.
             RegionError: it is not for peers.
         """
         words, at = self._words, (region & _SLOT_MASK) * 4
         if words[at] != region or not region:
             raise _unknown(region)
         if words[at + _ACCESS] != _REACHABLE:
-            _check_access(words[at + _ACCESS], devices=False)
+            _check_access(words[at + _ACCESS], devices=devices)
         return words[at + _BASE], words[at + _SIZE]
 
     def base(self, region: int, start: int, extent: tuple[int, int]) -> int:

@@ -58,6 +58,7 @@ class NixlPath(Path):
     """Transfers by the NIXL agent of this engine."""
 
     name = "nixl"
+    reaches_devices = True
 
     def __init__(self, agent: Agent, remote: Remote, context: Context, ask: Ask) -> None:
         self.agent = agent
@@ -81,7 +82,7 @@ class NixlPath(Path):
 
     def shortcut(self, pairs: TensorPairs) -> Shortcut:
         """See ``Path.shortcut``."""
-        return OneRequest(self, pairs)
+        return Shortcut(self, pairs) if pairs.devices.any else OneRequest(self, pairs)
 
     def _transfer(self, spans: Spans, deadline: Deadline, epoch: int, *, writing: bool) -> None:
         spans = spans.cut()
@@ -112,7 +113,7 @@ class NixlPath(Path):
     def _move(self, flight: Flight, spans: Spans, epoch: int, deadline: Deadline, *, writing: bool) -> None:
         remote, look, regions = self.remote, flight.look, spans.regions
         view, seen = remote.check(regions, epoch, look, flight.run)
-        bases = view.bases(regions, spans.starts, spans.runs.extent)
+        bases = view.bases(regions, spans.starts, spans.runs.extent, devices=spans.devices.there is not None)
         if not spans.total:
             return
         remote.need(regions.tolist(), self._ask, deadline)
@@ -137,7 +138,8 @@ class NixlPath(Path):
         low = int(spans.runs.local.min())
         high = int((spans.runs.local + spans.runs.lengths).max())
         flight.bases = bases = spans.bases.tolist()
-        self.require_mapped([edge for base in bases for edge in (base + low, base + high - 1)])
+        if spans.devices.here is None:
+            self.require_mapped([edge for base in bases for edge in (base + low, base + high - 1)])
         agent = self.agent
         for base in bases:
             begin, end = base + low, base + high
@@ -167,8 +169,11 @@ class NixlPath(Path):
             if deadline.expired():
                 message = "the deadline passed"
                 raise PathTimeoutError(message)
-            near, far = (_descriptors(side.iovecs(lengths, part)) for side in (here, there))
-            handle = self.agent.requests.make(near, far, self.remote.name, writing=writing)
+            near, far = (
+                _descriptors(side.iovecs(lengths, part), device)
+                for side, device in zip((here, there), spans.devices, strict=True)
+            )
+            handle = self.agent.requests.make(near, far, self.remote.name, writing=writing, devices=spans.devices)
             if flight.post(handle):
                 progress.mark(part)
                 continue
@@ -204,9 +209,10 @@ class NixlPath(Path):
         return f"NIXL with its backend {self.agent.backend_name}; {how}"
 
 
-def _descriptors(iovecs: U64) -> U64:
+def _descriptors(iovecs: U64, device: int | None) -> U64:
     descriptors = np.zeros((len(iovecs), 3), dtype=np.uint64)
     descriptors[:, :2] = iovecs
+    descriptors[:, 2] = device or 0
     return descriptors
 
 
@@ -214,6 +220,7 @@ class Nixl(Transport):
     """Loads NIXL, and asks the peer for its agent."""
 
     name = "nixl"
+    reaches_devices = True
 
     def connect(self, peer: Peer, context: Context, deadline: Deadline) -> Path:
         """See ``Transport.connect``."""
@@ -223,14 +230,15 @@ class Nixl(Transport):
         if peer.identity.incarnation == context.identity.incarnation:
             message = "the peer is this very engine"
             raise PathRejectedError(message)
-        objection = context.nixl.options.objection()
+        on_devices = context.devices.any
+        objection = context.nixl.options.objection(on_devices=on_devices)
         if objection is not None:
             raise PathRejectedError(objection)
         try:
             agent = context.nixl.agent()
         except NixlUnavailableError as error:
             raise PathRejectedError(str(error), error.hint) from error
-        ask = messages.AskAgent(backend=agent.backend_name, regions=[])
+        ask = messages.AskAgent(backend=agent.backend_name, regions=[], on_devices=on_devices)
         try:
             told = context.ask(ask, deadline)
         except PathError as error:
@@ -242,4 +250,6 @@ class Nixl(Transport):
         if not isinstance(told, messages.Agent):
             message = f"the peer answered with {type(told).__name__} when it was asked for its NIXL agent"
             raise PathRejectedError(message)
-        return NixlPath(agent, attach(agent, told.name), context, context.ask)
+        remote = attach(agent, told.name)
+        remote.on_devices |= on_devices
+        return NixlPath(agent, remote, context, context.ask)

@@ -24,7 +24,7 @@ from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire.messages import Agent as AgentInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from llm_datadist.memory.regions import RegionTable
     from llm_datadist.memory.shared import Area
@@ -62,6 +62,8 @@ class Registrations:
         self._users: dict[tuple[int, int], set[int]] = {}
         """Regions in each range that is registered, or ``_STAYS``."""
         self._range_of: dict[int, tuple[int, int]] = {}
+        self._devices: dict[tuple[int, int], int] = {}
+        """The GPU of each range that is not in host memory. Addresses of GPUs are not used in host memory."""
         self.generation: int = 1
         """Counts what has gone, where that makes keys wrong that peers know: those of RDMA devices."""
         self._keyed = bool(rdma_devices())
@@ -76,10 +78,10 @@ class Registrations:
         if known is not None:
             return known
         try:
-            base, size = self._table.view.find(region)
+            base, size = self._table.view.find(region, devices=True)
+            return self._enter(region, base, size)
         except RegionError:
             return None
-        return self._enter(region, base, size)
 
     def around(self, address: int, size: int) -> tuple[int, int] | None:
         """Register the region that holds these bytes; from where to where; None if there is none."""
@@ -99,7 +101,10 @@ class Registrations:
         elif touched:
             raise OverlapError(*begin_end)
         else:
-            if not mapped([begin_end[0], begin_end[1] - 1]):
+            device = self._table.view.device(region)
+            if device is not None:
+                self._devices[begin_end] = device
+            elif not mapped([begin_end[0], begin_end[1] - 1]):
                 message = f"registered memory at {base:#x} is not mapped (any more)"
                 raise NixlUnavailableError(message)
             self.register(*begin_end)
@@ -112,10 +117,16 @@ class Registrations:
         """Register one range in place of all that overlap this one. Nothing of them is in use."""
         touched = [each for each in self._users if each[0] < end and begin < each[1]]
         users: set[int] = set()
+        found: int | None = None
         for each in touched:
             begin, end = min(begin, each[0]), max(end, each[1])
             users |= self._users.pop(each)
+            device = self._devices.get(each)
             self.deregister(*each)
+            if device is not None:
+                found = device
+        if found is not None:
+            self._devices[begin, end] = found
         self.generation += self._keyed
         self.register(begin, end)
         self._users[begin, end] = users
@@ -132,6 +143,7 @@ class Registrations:
         try:
             self._agent.registerMem(self.descriptors([(base, end)]), [self._backend])
         except Exception as error:
+            self._devices.pop((base, end), None)
             message = f"NIXL does not register {end - base} bytes at {base:#x}: {error}"
             hint = "see the limit on locked memory (ulimit -l), and what NIXL says with NIXL_LOG_LEVEL=INFO"
             raise NixlUnavailableError(message, hint) from error
@@ -140,13 +152,23 @@ class Registrations:
         """Undo ``register``."""
         try:
             self._agent.deregisterMem(self.descriptors([(base, end)]), [self._backend])
+            self._devices.pop((base, end), None)
         except Exception as error:  # noqa: BLE001 - there is no way to have it back, and no harm that we can undo
             log.error("NIXL does not let go of %d bytes at %#x: keep them mapped (%s)", end - base, base, error)
 
     def descriptors(self, ranges: Sequence[tuple[int, int]]) -> Any:
-        """Those of NIXL for memory to be registered."""
-        items = [(base, end - base, 0, "") for base, end in ranges]
-        return self._bindings.nixlRegDList(self._bindings.DRAM_SEG, items)
+        """Those of NIXL for memory to be registered, all of it in host memory, or all of it on GPUs."""
+        on_devices = any(each in self._devices for each in ranges)
+        kind = self._bindings.VRAM_SEG if on_devices else self._bindings.DRAM_SEG
+        items = [(base, end - base, self._devices.get((base, end), 0), "") for base, end in ranges]
+        return self._bindings.nixlRegDList(kind, items)
+
+    def apart(self, ranges: Iterable[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Those in host memory, and those on GPUs; sorted."""
+        ordered = sorted(ranges)
+        return [each for each in ordered if each not in self._devices], [
+            each for each in ordered if each in self._devices
+        ]
 
     def forget(self, regions: Sequence[int]) -> bool:
         """These regions have gone, and nobody uses them; whether NIXL knew any."""
@@ -231,14 +253,23 @@ class Agent:
                 raise NixlUnavailableError(message)
             found = {region: self.registrations.of_region(region) for region in wanted}
             ranges = {begin_end for begin_end in found.values() if begin_end is not None}
-            keys = self.registrations.descriptors([self._table, *sorted(ranges - {self._table})])
+            on_host, on_devices = self.registrations.apart(ranges - {self._table})
             return AgentInfo(
                 name=self.name,
-                metadata=self.native.getLocalPartialMD(keys, True, [self.backend]),  # noqa: FBT003 - not ours
+                metadata=self._keys([self._table, *on_host]),
+                device_metadata=self._keys(on_devices) if on_devices else b"",
                 table=self._table[0],
                 generation=self.registrations.generation,
                 regions=[region for region, begin_end in found.items() if begin_end is not None],
             )
+
+    def _keys(self, ranges: Sequence[tuple[int, int]]) -> bytes:
+        keys: bytes = self.native.getLocalPartialMD(
+            self.registrations.descriptors(ranges),
+            True,  # noqa: FBT003 - not ours
+            [self.backend],
+        )
+        return keys
 
     def covers(self, base: int, begin: int, end: int) -> bool:
         """Make sure that the bytes ``[begin, end)`` of a tensor at ``base`` are registered; False if it is no region's.

@@ -113,7 +113,7 @@ class OneRequest(Shortcut):
             return self._blocks.get(size)
 
     def _prepare(self, size: int, versions: tuple[int, int]) -> _Blocks | None:
-        (bases, regions, epoch), path = self._pairs, self._nixl
+        (bases, regions, epoch, _), path = self._pairs, self._nixl
         found = path.remote.found(regions, epoch)
         if found is None:
             return None

@@ -38,13 +38,16 @@ class NixlOptions:
     encrypted: bool = False
     """Whether the links are encrypted, which NIXL does not do."""
 
-    def objection(self) -> str | None:
-        """Why NIXL is not used by itself, although the path is permitted; None if it is."""
+    def objection(self, *, on_devices: bool = False) -> str | None:
+        """Why NIXL is not used by itself, although the path is permitted; None if it is.
+
+        ``on_devices`` is for transfers in which GPU memory takes part: nothing else reaches that.
+        """
         if self.wanted:
             return None
         if self.encrypted:
             return "TLS is configured, and NIXL does not encrypt; it is used if LLMConfig.paths names it on both sides"
-        if not rdma_devices():
+        if not on_devices and not rdma_devices():
             reason = "this host has no active RDMA device, and without one tcp is faster"
             how = "" if installed() else f"; NIXL is not installed, either: {INSTALL}"
             return f"{reason}; it is used if LLMConfig.paths names it on both sides{how}"

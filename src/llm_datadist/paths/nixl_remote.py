@@ -114,6 +114,8 @@ class Remote:
 
     def __init__(self, agent: Agent, name: str) -> None:
         self.name = name
+        self.on_devices: bool = False
+        """Whether a path to it is for GPU memory."""
         self._agent = agent
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -265,7 +267,8 @@ class Remote:
             raise ConnectionLostError(message) from error
 
     def _ask(self, ask: Ask, regions: Sequence[int], deadline: Deadline) -> messages.Agent:
-        answer = ask(messages.AskAgent(backend=self._agent.backend_name, regions=list(regions)), deadline)
+        backend, on_devices = self._agent.backend_name, self.on_devices
+        answer = ask(messages.AskAgent(backend=backend, regions=list(regions), on_devices=on_devices), deadline)
         if isinstance(answer, messages.Refuse):
             raise ConnectionLostError(answer.reason)
         if not isinstance(answer, messages.Agent) or answer.name != self.name:
@@ -295,10 +298,12 @@ class Remote:
                 raise KeysOutdatedError
             with self._lock:
                 self._load(told.metadata)
+                if told.device_metadata:
+                    self._load(told.device_metadata)
                 self._keys.update(ranges)
 
     def _range(self, region: int) -> tuple[int, int]:
-        base, size = self._view.find(region)
+        base, size = self._view.find(region, devices=True)
         return base, base + size
 
     def found(self, regions: Sequence[int], epoch: int) -> list[tuple[int, int]] | None:

@@ -11,11 +11,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from llm_datadist.memory.devices import HOST_ONLY
 from llm_datadist.paths.base import ConnectionLostError, PathTimeoutError, PeerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist.memory.devices import Devices
     from llm_datadist.paths.nixl_agent import Agent
     from llm_datadist.utils.deadline import Deadline
 
@@ -39,20 +41,23 @@ class Requests:
         bindings = agent.bindings
         self._done, self._busy = int(bindings.NIXL_SUCCESS), int(bindings.NIXL_IN_PROG)
         self._operations = {False: bindings.NIXL_READ, True: bindings.NIXL_WRITE}
-        self._list, self._kind = bindings.nixlXferDList, bindings.DRAM_SEG
+        self._list, self._kind, self._device_kind = bindings.nixlXferDList, bindings.DRAM_SEG, bindings.VRAM_SEG
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._left: dict[int, Callable[[], object]] = {}
         """Requests for which nobody waits, and what is done at their end."""
         self._reaping = False
 
-    def make(self, here: Any, there: Any, remote: str, *, writing: bool) -> int:
+    def make(self, here: Any, there: Any, remote: str, *, writing: bool, devices: Devices = HOST_ONLY) -> int:
         """A request for these descriptors (address, length, device), as arrays or lists of tuples.
+
+        ``devices`` tells in which memory they are.
 
         Raises:
             PathError: NIXL does not take it.
         """
-        local, far = self._list(self._kind, here), self._list(self._kind, there)
+        kinds = [self._kind if device is None else self._device_kind for device in devices]
+        local, far = self._list(kinds[0], here), self._list(kinds[1], there)
         try:
             handle: int = self._create(self._operations[writing], local, far, remote, "", [self._agent.backend])
         except Exception as error:

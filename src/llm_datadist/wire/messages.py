@@ -243,6 +243,8 @@ class AskAgent(Struct, frozen=True, kw_only=True, tag="ask_agent"):
 
     backend: Name
     regions: Annotated[list[U64], Meta(max_length=MAX_AGENT_REGIONS)]
+    on_devices: bool = False
+    """Whether it is for a transfer in which GPU memory takes part."""
 
 
 class Agent(Struct, frozen=True, kw_only=True, tag="agent"):
@@ -250,7 +252,9 @@ class Agent(Struct, frozen=True, kw_only=True, tag="agent"):
 
     name: Name
     metadata: Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA)]
-    """As NIXL packs it: the connection, the keys of the region table and of these regions."""
+    """As NIXL packs it: the connection, the keys of the region table and of these regions, as far as in host memory."""
+    device_metadata: Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA)] = b""
+    """The same of those in GPU memory, if there are any."""
     table: U64
     """Address of the region table."""
     generation: U64

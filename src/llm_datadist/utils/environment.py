@@ -91,11 +91,15 @@ def prepare_ucx(*, rdma: bool, tcp: bool) -> None:
     """What UCX and NIXL need before they are loaded, as far as the user has not decided it.
 
     Without RDMA devices UCX must not load the module for them: it crashes when the process ends. And where nobody has
-    asked for it, UCX neither opens ports on the host's networks nor uses TCP, at which ours is faster.
+    asked for it, UCX neither opens ports on the host's networks nor uses TCP, at which ours is faster. It cannot do
+    without any network, however: where there is no other one it gets the loopback interface, for the GPU memory of
+    processes of this host.
     """
     if not rdma:
         os.environ.setdefault("UCX_MODULES", "^ib")
-    if not tcp:
+    if not tcp and rdma:
         os.environ.setdefault("UCX_TLS", "^tcp")
+    elif not tcp:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong is raised

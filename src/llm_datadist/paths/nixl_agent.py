@@ -143,9 +143,12 @@ class Registrations:
         try:
             self._agent.registerMem(self.descriptors([(base, end)]), [self._backend])
         except Exception as error:
-            self._devices.pop((base, end), None)
             message = f"NIXL does not register {end - base} bytes at {base:#x}: {error}"
             hint = "see the limit on locked memory (ulimit -l), and what NIXL says with NIXL_LOG_LEVEL=INFO"
+            device = self._devices.pop((base, end), None)
+            if device is not None:
+                message = f"NIXL does not register {end - base} bytes at {base:#x} in memory of GPU {device}: {error}"
+                hint = "install the NIXL for this CUDA driver (nixl-cu12, nixl-cu13); NIXL_LOG_LEVEL=INFO shows more"
             raise NixlUnavailableError(message, hint) from error
 
     def deregister(self, base: int, end: int) -> None:

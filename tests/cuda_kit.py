@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, Placement
-from llm_datadist.paths.base import Path, Transport
+from llm_datadist.paths.base import Path, PathRejectedError, Transport
 from llm_datadist.paths.process_vm import ProcessVm
 
 if TYPE_CHECKING:
@@ -161,13 +161,27 @@ class Reaching(Transport):
         return ReachingPath(ProcessVm().connect(peer, context, deadline))
 
 
+class Picky(Reaching):
+    """One that declines host memory."""
+
+    name = "picky"
+
+    def connect(self, peer: PathPeer, context: Context, deadline: Deadline) -> Path:
+        if not context.devices.any:
+            message = "not for host memory"
+            raise PathRejectedError(message)
+        path = super().connect(peer, context, deadline)
+        path.name = self.name
+        return path
+
+
 def install_reaching(folder: pathlib.Path) -> None:
-    """Write an installed package that adds the path; ``see`` it in a child."""
+    """Write an installed package that adds both paths; ``see`` it in a child."""
     information = folder / "reaching-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: reaching\nVersion: 1.0\n", encoding="utf-8")
     (information / "entry_points.txt").write_text(
-        "[llm_datadist.paths]\nreaching = cuda_kit:Reaching\n", encoding="utf-8"
+        "[llm_datadist.paths]\nreaching = cuda_kit:Reaching\npicky = cuda_kit:Picky\n", encoding="utf-8"
     )
 
 

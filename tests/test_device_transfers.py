@@ -69,9 +69,10 @@ def fill(node: Node, name: str, value: int) -> None:
 
 
 PATHS = ["process_vm", "mapped,tcp", "tcp"]
+WITH_REACHING = "process_vm,mapped,reaching,tcp"
 
 
-@pytest.mark.parametrize("paths", [*PATHS, "auto", "inprocess"])
+@pytest.mark.parametrize("paths", [*PATHS, "process_vm,mapped,tcp", "inprocess"])
 def test_without_a_path_to_it_nothing_moves(peers: Peers, library: str, paths: str) -> None:
     """Whichever side is on the GPU. Nobody, not even the kernel, could touch that memory; the link goes on."""
     server = peers.make(1, paths=paths, mem_pool_cfg=POOL)
@@ -96,7 +97,7 @@ def test_without_a_path_to_it_nothing_moves(peers: Peers, library: str, paths: s
                 assert refused.phase == "check"
                 assert not refused.retryable
                 assert "install NIXL on both sides" in refused.hint
-                for path in paths.split(",") if paths != "auto" else ("process_vm", "mapped", "tcp"):
+                for path in paths.split(","):
                     assert f"{path}: " in str(refused)
                 assert str(refused).count("it reaches host memory only") >= len(paths.split(","))
     assert all((peer.call(content, "host") == old).all() for peer, old in zip((server, client), before, strict=True))
@@ -122,7 +123,10 @@ def test_a_path_that_reaches_it_is_taken(peers: Peers, library: str, reaching: s
 
     The path is told in which memory each side is, and transfers by few blocks take their short way over it, too.
     """
-    server, client = (peers.make(number, process=peers.process(functools.partial(see, reaching))) for number in (1, 2))
+    server, client = (
+        peers.make(number, paths=WITH_REACHING, process=peers.process(functools.partial(see, reaching)))
+        for number in (1, 2)
+    )
     for peer in (server, client):
         peer.call(load, library)
         for model_id, device in enumerate((None, 0, 1)):
@@ -154,6 +158,27 @@ def test_a_path_that_reaches_it_is_taken(peers: Peers, library: str, reaching: s
         assert "it reaches host memory only" in reasons["process_vm"]
 
 
+def test_a_path_may_decline_host_memory(peers: Peers, library: str, reaching: str) -> None:
+    """It is tried again when GPU memory takes part; which memory that is, it is told."""
+    see_it = functools.partial(see, reaching)
+    server, client = (peers.make(number, process=peers.process(see_it), paths="picky,process_vm") for number in (1, 2))
+    for peer in (server, client):
+        peer.call(load, library)
+        peer.call(register, "host", None, peer.cluster_id, 0)
+        peer.call(register, "gpu", 1, peer.cluster_id, 1)
+    assert client.link(server) == OK
+    client.call(move, "pull_blocks", 1, "host", MANY)
+    reasons, used = client.call(explain, 1)
+    assert used == ["process_vm"]
+    assert reasons["picky"] == "not for host memory"
+    client.call(move, "pull_blocks", 1, "gpu", MANY)
+    assert client.call(explain, 1)[1] == ["process_vm", "picky"]
+    client.call(move, "pull_blocks", 1, "host", MANY)
+    assert client.call(moved) == ["host memory here, host memory there"] * 2 + [
+        "memory of GPU 1 here, host memory there"
+    ]
+
+
 def scribble(node: Node, name: str, seed: int) -> None:
     """In the child: random bytes."""
     memory = node.extra[name]
@@ -164,7 +189,10 @@ def test_message_mode(peers: Peers, library: str, reaching: str) -> None:
     """A pull whose source is looked up, and a push to raw addresses; those of two memories are refused."""
     server, client = (
         peers.make(
-            number, process=peers.process(functools.partial(see, reaching)), enable_remote_cache_accessible=False
+            number,
+            paths=WITH_REACHING,
+            process=peers.process(functools.partial(see, reaching)),
+            enable_remote_cache_accessible=False,
         )
         for number in (1, 2)
     )
@@ -209,7 +237,9 @@ def push_to(node: Node, cluster_id: int, name: str, addresses: list[int]) -> Non
 def test_verified_transfers_do_not_look_into_it(peers: Peers, library: str, reaching: str) -> None:
     pytest.importorskip("xxhash")
     server, client = (
-        peers.make(number, process=peers.process(functools.partial(see, reaching)), verify_transfers=True)
+        peers.make(
+            number, paths=WITH_REACHING, process=peers.process(functools.partial(see, reaching)), verify_transfers=True
+        )
         for number in (1, 2)
     )
     for peer in (server, client):

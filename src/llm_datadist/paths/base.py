@@ -122,6 +122,8 @@ class Context:
     """Ask the peer to stop using these data connections; whether it confirmed."""
     token: bytes
     """Secret of the link, for a path that has to show whom it belongs to."""
+    devices: Devices = HOST_ONLY
+    """In which memory the two sides are of the transfer for which a path is wanted."""
 
 
 FEW: Final = 256

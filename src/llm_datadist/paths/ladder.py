@@ -70,6 +70,8 @@ class Route:
 
     def __init__(self, order: Sequence[str], peer: Peer, context: Context) -> None:
         self._left = list(order)
+        self._left_for_devices = list(order)
+        """A path that is not for host memory here may yet be for that of a GPU."""
         self._peer = peer
         self._context = context
         self._climbing = Turn()
@@ -168,21 +170,21 @@ class Route:
         with self._lock:
             self._closed = True
             paths = [*self._ended, *self._paths]
-            self._ended, self._paths, self._left = [], (), []
+            self._ended, self._paths, self._left, self._left_for_devices = [], (), [], []
         for path in paths:
             path.close()
 
     def _climb(self, devices: Devices, deadline: Deadline) -> Path:
-        for name in tuple(self._left):
-            if devices.any and not _reaches_devices(name):
-                continue  # it stays for host memory
+        left = filter(_reaches_devices, self._left_for_devices) if devices.any else self._left
+        context = replace(self._context, devices=devices)
+        for name in tuple(left):
             try:
-                path = attempt(name, self._peer, self._context, deadline)
+                path = attempt(name, self._peer, context, deadline)
             except PathRejectedError as rejection:
                 if deadline.expired():  # the path may not be to blame: let a later transfer try it again
                     message = f"the deadline passed while trying the path {name}: {rejection.reason}"
                     raise PathTimeoutError(message) from rejection
-                self._tried(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint))
+                self._tried(Attempt(name, chosen=False, reason=rejection.reason, hint=rejection.hint), devices)
             else:
                 return self._adopt(name, path, devices)
         if devices.any:
@@ -195,10 +197,12 @@ class Route:
         message = f"no path to {what} works ({reasons})"
         raise PathError(message)
 
-    def _tried(self, outcome: Attempt) -> None:
+    def _tried(self, outcome: Attempt, devices: Devices) -> None:
         with self._lock:
-            self._attempts.append(outcome)
+            self._attempts = [*(each for each in self._attempts if each.name != outcome.name), outcome]
             self._left = [name for name in self._left if name != outcome.name]
+            if devices.any or outcome.chosen:
+                self._left_for_devices = [name for name in self._left_for_devices if name != outcome.name]
 
     def _adopt(self, name: str, path: Path, devices: Devices) -> Path:
         """Use a path that has just been found."""
@@ -210,7 +214,7 @@ class Route:
                     reason = f"for GPU memory: {reason}"
                 elif self._paths:
                     reason = f"for what {self._paths[-1].name} does not reach: {reason}"
-                self._tried(Attempt(name, chosen=True, reason=reason))
+                self._tried(Attempt(name, chosen=True, reason=reason), devices)
                 self._paths += (path,)
         if closed:
             path.close()

@@ -99,6 +99,8 @@ class Pusher:
         self._freed: set[str] = set()
         self.failed: Callable[[], None] = lambda: None
         """Called when a push has failed."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when ``freed`` may have something new."""
 
     # ------------------------------------------------------------ the engine's thread
 
@@ -168,6 +170,12 @@ class Pusher:
                 self._freed.add(each.held)
                 each.held, each.since = "", now  # who registers now is told
         return found
+
+    @property
+    def keeps(self) -> bool:
+        """Whether blocks of any request are kept for a push."""
+        with self._lock:
+            return any(each.held for each in self._transfers.values())
 
     def freed(self) -> set[str]:
         """Requests whose blocks are not needed any more; each is given once."""
@@ -282,6 +290,7 @@ class Pusher:
         with self._lock:
             target.active, target.told = False, True
             self._finish(name, transfer)
+        self.changed()
 
     def _finish(self, name: str, transfer: _Transfer) -> None:
         if not transfer.over or not (transfer.held or transfer.stop):

@@ -93,9 +93,9 @@ def ended(sock: socket.socket) -> bool:
     return receive(sock, 1) == b""
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object], seconds: float = WAIT_S) -> None:
     """Wait until it holds."""
-    end = soon()
+    end = Deadline.after(seconds)
     while not condition():
         assert not end.expired()
         time.sleep(0.02)

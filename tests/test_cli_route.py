@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 
 from cli_kit import line_with, run
-from route_kit import CONNECTOR, PROMPT, WAIT_S, routing, wait_until
+from route_kit import CONNECTOR, PROMPT, WAIT_S, routing
+from until import until
 
 if TYPE_CHECKING:
     from route_kit import Engines, Leg
@@ -310,7 +311,7 @@ def test_metrics(engines: Engines) -> None:
         }
         gate.open()
         assert [each.result(WAIT_S).status for each in pending] == [200, 200]
-        wait_until(lambda: set(route.metric("legs_in_flight").values()) == {0})
+        until(lambda: set(route.metric("legs_in_flight").values()) == {0})
         outcomes = {'outcome="finished"': 2, 'outcome="refused"': 0, 'outcome="failed"': 0, 'outcome="cancelled"': 0}
         assert route.metric("requests_total") == outcomes
 

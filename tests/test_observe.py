@@ -20,7 +20,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llm_datadist import LLMDataDist, LLMRole
 from llm_datadist.observe import (
     Fallback,
     FallbackReason,
@@ -43,14 +42,15 @@ from llm_datadist.observe.otel import OtelSpans
 from llm_datadist.observe.prometheus import Collector
 from llm_datadist.observe.trace_file import MAX_EVENTS, join
 from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
-from loopback_kit import loopback_config
+from loopback_kit import loopback_config, started
 from net_helpers import logged
 from test_interruptions import STEPS, at_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from llm_datadist import LLMDataDist
 
 MS = 10**6
 EVENTS = 4
@@ -94,15 +94,10 @@ def family(metrics: Metrics, name: str) -> Family:
 
 @contextlib.contextmanager
 def loopback_engine() -> Iterator[LLMDataDist]:
-    with loopback():
-        config = loopback_config(accessible=True)
-        config.metrics = True
-        datadist = LLMDataDist(LLMRole.MIX, 3)
-        datadist.init(config.generate_options())
-        try:
-            yield datadist
-        finally:
-            datadist.finalize()
+    config = loopback_config(accessible=True)
+    config.metrics = True
+    with started(config) as datadist:
+        yield datadist
 
 
 class Kept:

@@ -12,7 +12,7 @@ from llm_datadist import LLMClusterInfo
 from llm_datadist.integrations.vllm.loads import LoadError
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
 from llm_datadist.integrations.vllm.params import Lease
-from net_helpers import until
+from until import until
 from vllm_kit import BLOCKS, LAYERS, TOKENS, Rank
 
 if TYPE_CHECKING:

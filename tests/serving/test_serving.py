@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from serving_kit import LEASE_S, Pair, metric, resources, run
 
-from net_helpers import until
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

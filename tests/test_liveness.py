@@ -140,6 +140,11 @@ def test_the_end_of_a_process_whose_connections_live_on(peers: Peers, paths: str
         os.kill(keeper, signal.SIGKILL)
 
 
+def is_reached_by(node: Node, cluster_id: int) -> bool:
+    """In the child."""
+    return node.datadist.is_reached_by(cluster_id)
+
+
 def test_a_writer_that_was_given_up_keeps_the_memory_busy(peers: Peers) -> None:
     """A writer is stopped on the way into the system call; memory is taken back only when it cannot write any more."""
     owner = peers.make(1, sync_kv_timeout=100, **SOON)
@@ -149,13 +154,15 @@ def test_a_writer_that_was_given_up_keeps_the_memory_busy(peers: Peers) -> None:
     stop(writer.process)
     try:
         until(lambda: not owner.call(is_linked, 2))
+        assert owner.call(is_reached_by, 2)
         assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
     finally:
         go_on(writer.process)
     writer.call(is_linked, 1)  # it is awake, and still on its way
     assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
     let_fail(writer, pushing)
-    until(lambda: owner.call(unregister_mine) == OK)
+    until(lambda: not owner.call(is_reached_by, 2))
+    assert owner.call(unregister_mine) == OK
     assert owner.call(untouched)
 
 

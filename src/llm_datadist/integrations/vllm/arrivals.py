@@ -40,7 +40,8 @@ class Arrivals:
     """Pushes that this worker waits for. Thread-safe.
 
     A load ends when no worker writes to its blocks any more: each has said that it has written all, or that it has
-    stopped, or its link has ended and is not made again before it can have forgotten the load.
+    stopped, or its link and all transfers over it have ended, and it is not made again before it can have forgotten the
+    load.
     """
 
     def __init__(
@@ -101,11 +102,14 @@ class Arrivals:
         except UnreachableError as error:
             return f"the prefill worker cannot be told: {error}"
         except LLMException as error:
+            text = f"the prefill worker has not confirmed in time: {error}"
             if error.status_code is not LLMStatusCode.LLM_TIMEOUT:
                 self._condemn(cluster_id)
-                return f"the prefill worker cannot be told: {error}"
+                text = f"the prefill worker cannot be told: {error}"
+                if not self._peers.may_write(cluster_id):
+                    return text
             if arrival is not None:  # it may have arrived
-                arrival.error = arrival.error or f"the prefill worker has not confirmed in time: {error}"
+                arrival.error = arrival.error or text
                 self._stop_others(arrival)
         return ""
 
@@ -147,7 +151,8 @@ class Arrivals:
             for cluster_id in each.told & each.pending.keys():
                 if not self._peers.is_linked(cluster_id):
                     self._condemn(cluster_id)
-                    self._gone(each.load.transfer, cluster_id, "the link to the prefill worker has ended")
+                    if not self._peers.may_write(cluster_id):
+                        self._gone(each.load.transfer, cluster_id, "the link to the prefill worker has ended")
             if now > each.deadline:
                 each.deadline = now + self._timeout_s
                 each.error = each.error or f"nothing was pushed for {self._timeout_s:g} s (push_timeout_seconds)"

@@ -85,7 +85,7 @@ class Worker:
         desc = CacheDesc(1, [SLOTS, 1], DataType.DT_UINT64)
         key = BlocksCacheKey(self._cluster_id, caches.LEASES_MODEL)
         manager.register_blocks_cache(desc, [self._leases.generations.ctypes.data], key, remote_accessible=True)
-        self._peers = Peers(dist, int(self._options.link_timeout_ms))
+        self._peers = Peers(dist, self._options.link_timeout_ms)
         self._puller = Puller(manager, registered, facts, self._rank, self._peers)
         self._pusher = Pusher(manager, registered, facts, self._rank, self._peers, self._pool)
         self._pusher.failed = self._push_failed

@@ -230,6 +230,16 @@ def test_a_push_that_is_cancelled_before_anybody_knows_of_it_is_not_asked_for(pa
     assert (decode.memory == before).all()
 
 
+def test_a_push_that_makes_no_sense_ends(pair: tuple[Rank, Rank]) -> None:
+    """It names no blocks for the KV group."""
+    prefill, decode = pair
+    load = Load("d", prefill.remote(), 0, 3 * TOKENS, (), transfer="t")
+    decode.arrivals.note(load)
+    decode.arrivals.expect(load)
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    assert decode.end_of("d").startswith("the prefill engine has not pushed all of it: ")
+
+
 def watched(decode: Rank, request: str) -> str:
     """Look as often as the connector does, and oftener; why the load has failed."""
 

@@ -254,10 +254,11 @@ class Pusher:
             for cache, source in target.sources:
                 if cache == first.cache:
                     self._push_part(target, first, source, layers)
-        except (LLMException, ValueError) as error:
-            logger.error("A push to cluster %x has failed: %s", target.cluster_id, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the decode engine waits for an end
+            why = str(error) or repr(error)
+            logger.error("A push to cluster %x has failed: %s", target.cluster_id, why)
             self.failed()
-            return count, str(error)
+            return count, why
         return count, ""
 
     def _push_part(self, target: _Target, job: _Job, source: Source, layers: range) -> None:

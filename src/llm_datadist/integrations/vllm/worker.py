@@ -244,7 +244,10 @@ class Worker:
             except (LLMException, RuntimeError):  # finalized
                 return
             for each in received:
-                self._received(each.cluster_id, each.message)
+                try:
+                    self._received(each.cluster_id, each.message)
+                except Exception:  # noqa: BLE001 - one that makes no sense must not be the last that is read
+                    logger.exception("A message of cluster %x has failed", each.cluster_id)
 
     def _received(self, sender: int, data: bytes) -> None:
         message = messages.decode(data)

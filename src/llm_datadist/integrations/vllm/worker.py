@@ -86,12 +86,13 @@ class Worker:
         key = BlocksCacheKey(self._cluster_id, caches.LEASES_MODEL)
         manager.register_blocks_cache(desc, [self._leases.generations.ctypes.data], key, remote_accessible=True)
         self._peers = Peers(dist, self._options.link_timeout_ms)
-        self._puller = Puller(manager, registered, facts, self._rank, self._peers)
-        self._pusher = Pusher(manager, registered, facts, self._rank, self._peers, self._pool)
+        side = caches.Side(manager, registered, facts, self._rank, self._peers)
+        self._puller = Puller(side)
+        self._pusher = Pusher(side, self._pool)
         self._pusher.failed = self._push_failed
         self._pusher.changed = self._wake
         timeout_s = float(self._options.push_timeout_seconds)
-        self._arrivals = Arrivals(facts, self._rank, self._peers, timeout_s, self._ended)
+        self._arrivals = Arrivals(side, timeout_s, self._ended)
         if dist.listen_address is None:
             raise RuntimeError("the transfer library does not listen")
         host, port = dist.listen_address

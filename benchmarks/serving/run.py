@@ -28,7 +28,7 @@ _HERE: Final = Path(__file__).resolve().parent
 sys.path.insert(0, str(_HERE.parents[1] / "examples" / "vllm_pd"))
 
 from client import Client
-from engines import Engine, free_port, ours
+from engines import Engine, free_port, ours, stop_on_signals
 from model import prepare
 from prompts import LONG, SHORT, prompts
 
@@ -54,7 +54,6 @@ class Contestant:
 
     name: str
     engines: list[Engine]
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     remote: Any = None
     """For pushes: what the prefill engine tells about itself."""
 
@@ -91,6 +90,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llm-datadist-vllm-pd")
     options = parser.parse_args()
+    stop_on_signals()
     model = prepare(options.folder / "model")
     logs = options.folder / "serving"
     logs.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,8 @@ def main() -> int:
     try:
         for each in contestants:
             for engine in each.engines:
-                engine.start("--dtype", options.dtype, environment=each.environment).wait()
+                environment = _environment(tcp=options.tcp) if each.name == NIXL else {}
+                engine.start("--dtype", options.dtype, environment=environment).wait()
         ttft, moved = asyncio.run(_measure(contestants, model, options.rounds))
         _report(ttft, moved, options.names)
         _report_idle(contestants)
@@ -115,11 +116,16 @@ def _contestant(name: str, model: Path, logs: Path, *, tcp: bool) -> Contestant:
     roles = ("kv_producer", "kv_consumer")
     if name == NIXL:
         transfer = {"kv_connector": "TunedNixlConnector", "kv_connector_module_path": "tuned_nixl"}
-        environment = {"PYTHONPATH": str(_HERE), **({"UCX_TLS": "tcp"} if tcp else {})}
-        engines = [Engine(f"{name}-{role}", model, logs, {**transfer, "kv_role": role}) for role in roles]
-        return Contestant(name, engines, {**environment, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+        return Contestant(
+            name, [Engine(f"{name}-{each}", model, logs, {**transfer, "kv_role": each}) for each in roles]
+        )
     extra = {"mode": name, **({"config": {"paths": "tcp"}} if tcp else {})}
     return Contestant(name, [Engine(f"{name}-{role}", model, logs, ours(role, **extra)) for role in roles])
+
+
+def _environment(*, tcp: bool) -> dict[str, str]:
+    found = {"PYTHONPATH": str(_HERE), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return {**found, "UCX_TLS": "tcp"} if tcp else found
 
 
 async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> tuple[Samples, Samples]:

@@ -40,6 +40,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def stop_on_signals() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that it stops its engines."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 class Engine:
     """One server; ``start`` returns at once, ``wait`` when it serves."""
 

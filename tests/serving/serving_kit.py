@@ -53,9 +53,9 @@ class Pair:
         for engine in (self.prefill, self.decode):
             self.start_one(engine)
 
-    def start_one(self, engine: Engine) -> None:
+    def start_one(self, engine: Engine, *options: str) -> None:
         """Start one of them, again if it was killed."""
-        engine.start("--dtype", "float32").wait()
+        engine.start("--dtype", "float32", *options).wait()
         self._remote = None
 
     def stop(self) -> None:
@@ -70,12 +70,13 @@ class Pair:
         self._remote = self._remote or await client.describe(self.prefill.url)
         return await client.push(self.decode.url, self.prefill.url, self._remote, prompt, count)
 
-    async def begin(self, client: Client, prompt: str) -> dict[str, Any]:
-        """The first leg of a pull: what it tells the decode engine."""
-        body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": PREFILL}
-        answer = await client.post(self.prefill.url, body)
-        found: dict[str, Any] = answer["kv_transfer_params"]
-        return found
+
+async def begin(client: Client, prefill: Engine, prompt: str) -> dict[str, Any]:
+    """The first leg of a pull: what it tells the decode engine."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": PREFILL}
+    answer = await client.post(prefill.url, body)
+    found: dict[str, Any] = answer["kv_transfer_params"]
+    return found
 
 
 def metric(engine: Engine, name: str) -> float:

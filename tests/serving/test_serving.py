@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from serving_kit import LEASE_S, Pair, metric, resources, run
+from serving_kit import LEASE_S, Pair, begin, metric, resources, run
 
 from until import until
 
@@ -25,6 +25,11 @@ def texts(model: Path, seed: int) -> dict[str, list[str]]:
     from prompts import prompts  # noqa: PLC0415 - of the example, which needs vLLM's environment
 
     return prompts(model, seed)
+
+
+def reads(pair: Pair) -> None:
+    if pair.mode == "push":
+        pytest.skip("nothing is read in push mode")
 
 
 def idle(pair: Pair) -> bool:
@@ -109,15 +114,31 @@ def test_a_killed_decode_engine_costs_no_blocks(pair: Pair, model: Path) -> None
 
 
 def test_what_is_read_too_late_is_computed_again(pair: Pair, model: Path) -> None:
-    if pair.mode == "push":
-        pytest.skip("nothing is read in push mode")
+    reads(pair)
     prompt, *others = (f"late {text}" for text in texts(model, 23)["middle"])
     expired = metric(pair.prefill, "llm_datadist_expired_leases_total")
     failed = metric(pair.decode, "llm_datadist_failed_loads_total")
-    params = run(lambda client: pair.begin(client, prompt))
+    params = run(lambda client: begin(client, pair.prefill, prompt))
     until(lambda: metric(pair.prefill, "llm_datadist_expired_leases_total") > expired, 4 * LEASE_S + 30)
     run(lambda client: many_plain(client, pair.prefill.url, others))  # its blocks may be theirs now
     answer = run(lambda client: client.complete(pair.decode.url, prompt, TOGETHER, kv_transfer_params=params))
     (expected,) = run(lambda client: many_plain(client, pair.prefill.url, [prompt]))
     assert answer.tokens == expected
     until(lambda: metric(pair.decode, "llm_datadist_failed_loads_total") == failed + 1, 30)
+
+
+def test_other_blocks_are_refused_and_computed_again(pair: Pair, model: Path, tmp_path: Path) -> None:
+    reads(pair)
+    prompt = f"blocks {texts(model, 24)['middle'][3]}"
+    failed = metric(pair.decode, "llm_datadist_failed_loads_total")
+    other = Pair(model, tmp_path, "pull")
+    try:
+        other.start_one(other.prefill, "--block-size", "64")
+        params = run(lambda client: begin(client, other.prefill, prompt))
+        answer = run(lambda client: client.complete(pair.decode.url, prompt, TOGETHER, kv_transfer_params=params))
+    finally:
+        other.prefill.stop()
+    (expected,) = run(lambda client: many_plain(client, pair.prefill.url, [prompt]))
+    assert answer.tokens == expected
+    until(lambda: metric(pair.decode, "llm_datadist_failed_loads_total") == failed + 1, 30)
+    assert "the engines do not fit together" in pair.decode.log.read_text()

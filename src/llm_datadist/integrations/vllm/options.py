@@ -42,7 +42,7 @@ class Options:
     """How long a prefill engine keeps blocks that nobody has read, and for which nobody has asked again."""
     transfer_timeout_ms: int = 10_000
     """For moving the KV of one request."""
-    link_timeout_ms: int = 3_000
+    link_timeout_ms: int = 10_000
     """For reaching the workers of another engine."""
     push_timeout_seconds: float = 600.0
     """How long a decode engine waits for a push."""

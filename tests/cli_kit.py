@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -80,7 +81,4 @@ def is_running(pid: int) -> bool:
 def wait_gone(pids: Iterable[int]) -> None:
     """Wait until none of the processes runs."""
     pids = list(pids)
-    end = time.monotonic() + 30
-    while any(map(is_running, pids)):
-        assert time.monotonic() < end, f"still running: {pids}"
-        time.sleep(0.02)
+    until(lambda: not any(map(is_running, pids)), what=lambda: f"still running: {pids}")

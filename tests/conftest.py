@@ -10,9 +10,10 @@ import pytest
 import llm_datadist.engine
 from datadist_kit import MANAGED, FakeOptions
 from fake_engine import FakeEngine
-from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import LLMDataDist, LLMRole
 from llm_datadist.datadist import _shutdown_handler
-from loopback_kit import SUCCESS, cluster, loopback_config
+from llm_datadist.memory.regions import RegionTable
+from loopback_kit import SUCCESS, cluster, loopback_config, started
 from peers import Peers
 
 if TYPE_CHECKING:
@@ -44,28 +45,18 @@ def datadist(fake_engines: None) -> LLMDataDist:
     return made
 
 
-def _loopback(config: LLMConfig) -> Iterator[LLMDataDist]:
-    from llm_datadist.testing import loopback  # noqa: PLC0415 - only these fixtures need the engine
-
-    with loopback():
-        datadist = LLMDataDist(LLMRole.PROMPT, 3)
-        datadist.init(config.generate_options())
-        try:
-            yield datadist
-        finally:
-            datadist.finalize()
-
-
 @pytest.fixture
 def loopback_datadist() -> Iterator[LLMDataDist]:
     """Cluster 3 with remote cache access and pools, not linked; every cluster id is this process."""
-    yield from _loopback(loopback_config(accessible=True))
+    with started(loopback_config(accessible=True), LLMRole.PROMPT) as datadist:
+        yield datadist
 
 
 @pytest.fixture
 def loopback_message_datadist() -> Iterator[LLMDataDist]:
     """As ``loopback_datadist``, without remote cache access."""
-    yield from _loopback(loopback_config(accessible=False))
+    with started(loopback_config(accessible=False), LLMRole.PROMPT) as datadist:
+        yield datadist
 
 
 @pytest.fixture
@@ -73,7 +64,8 @@ def plain() -> Iterator[LLMDataDist]:
     """As ``loopback_datadist``, without pools."""
     config = loopback_config(accessible=True)
     config.mem_pool_cfg = config.host_mem_pool_cfg = None
-    yield from _loopback(config)
+    with started(config, LLMRole.PROMPT) as datadist:
+        yield datadist
 
 
 @pytest.fixture
@@ -88,6 +80,14 @@ def messaging(loopback_message_datadist: LLMDataDist) -> CacheManager:
     """No remote access, linked to cluster 2."""
     assert loopback_message_datadist.link_clusters([cluster(2)]) == (SUCCESS, [SUCCESS])
     return loopback_message_datadist.cache_manager
+
+
+@pytest.fixture
+def table() -> Iterator[RegionTable]:
+    """An empty table of regions."""
+    made = RegionTable()
+    yield made
+    made.close()
 
 
 @pytest.fixture

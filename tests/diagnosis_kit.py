@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,15 +24,14 @@ from rich.console import Console
 from cli_kit import run
 from few_kit import make_pair
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
-from llm_datadist.cli.top.command import Watch
+from llm_datadist.cli.top.command import Watch, look_after
 from llm_datadist.cli.top.scrape import url_of
-from llm_datadist.cli.top.show import view
 from llm_datadist.net.address import text
-from llm_datadist.utils.deadline import Deadline
 from peers import TIMEOUT_S, Peers
 from security_kit import SECRET
 from test_cli_ping import OTHER_SECRET, old_version
 from test_cli_top import fail_once, keep_pulling, serve_metrics, stop_pulling
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,11 +127,13 @@ def _stalled_link(peers: Peers) -> str:
     """The heartbeat is faster than by default, to have it soon."""
     server, client = peers.make(1), peers.make(2, heartbeat_interval_ms=200)
     client.link(server)
-    end = Deadline.after(TIMEOUT_S)
+
+    def told() -> str:
+        text: str = client.call(explain, 1)
+        return text if "no sign of life" in text else ""
+
     with stopped(server):
-        while "no sign of life" not in (told := client.call(explain, 1)):
-            assert not end.expired(), told
-    return str(told)
+        return until(told, what=lambda: client.call(explain, 1))
 
 
 def explain_small_pages(node: Node) -> str:
@@ -186,8 +186,7 @@ def draw(peers: Peers) -> str:
     with busy(peers) as endpoints:
         watch = Watch([url_of(endpoint) for endpoint in endpoints])
         watch.look()
-        time.sleep(1)
-        console.print(view(watch.look(), 1.0))
+        console.print(look_after(watch, 1.0)[0])
         watch.close()
     drawn = console.export_svg(title="llm-datadist top", unique_id="top")
     drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # nothing is fetched from elsewhere

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,10 +13,12 @@ import pytest
 
 from confine_kit import set_limit
 from llm_datadist import LLMException, LLMStatusCode
-from peers import TIMEOUT_S, Node, Peer
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from peers import Node, Peer
 
 LIMIT = 256
 """Descriptors of a starved process."""
@@ -45,24 +46,24 @@ def held(node: Node | None = None) -> Held:
 
 def steady(peer: Peer) -> Held:
     """The counters once they stay as they are: some things close on the background thread."""
-    found = [peer.call(held)]
-    while len(found) < 5 or len(set(found[-5:])) > 1:
-        assert len(found) < 1_000
-        time.sleep(0.02)
+    found: list[Held] = []
+
+    def stays() -> bool:
         found.append(peer.call(held))
+        return len(found) >= 5 and len(set(found[-5:])) == 1
+
+    until(stays, what=lambda: found[-5:])
     return found[-1]
 
 
 def check_nothing_left(peer: Peer, before: Held) -> None:
     """No more descriptors and mappings than then, at least after a while; threads may stay for later work."""
-    until = time.monotonic() + TIMEOUT_S
-    while True:
+
+    def nothing_left() -> bool:
         now = peer.call(held)
-        if (now.descriptors <= before.descriptors and now.mappings <= before.mappings) or time.monotonic() > until:
-            break
-        time.sleep(0.02)
-    assert now.descriptors <= before.descriptors
-    assert now.mappings <= before.mappings
+        return now.descriptors <= before.descriptors and now.mappings <= before.mappings
+
+    until(nothing_left, what=lambda: f"{before} before, {peer.call(held)} now")
 
 
 def starve(node: Node, spare: int) -> None:

@@ -31,6 +31,7 @@ from llm_datadist.memory import syscalls
 from llm_datadist.paths import one_sided
 from llm_datadist.utils import log
 from peers import GUARD, POISON, TIMEOUT_S, Node
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +67,6 @@ OPERATIONS = tuple(DESTINATIONS)
 AT_PEER = DESTINATIONS | {"pull_blocks": "source blocks", "pull_cache": "source cache"}
 """The cache of the peer that an operation names."""
 POOL_THREADS = re.compile(r"-(control|dial|end|serve|copy)-\d+$")
-SETTLE_S = 20.0
 
 
 class Outcome(NamedTuple):
@@ -252,6 +252,7 @@ def _is(array: np.ndarray, value: int) -> bool:
 def arm(node: Node, number: int) -> None:
     """Hold the ``number``-th system call that copies, from now on, until ``disarm``."""
     entered, gate = node.extra["entered"], node.extra["gate"] = threading.Event(), threading.Event()
+    node.extra["held since"] = None
     left = number
 
     def holding(real: Callable[..., int]) -> Callable[..., int]:
@@ -259,6 +260,7 @@ def arm(node: Node, number: int) -> None:
             nonlocal left
             left -= 1
             if left == 0:
+                node.extra["held since"] = time.monotonic()
                 entered.set()
                 gate.wait(TIMEOUT_S)
             return real(*args)
@@ -272,6 +274,12 @@ def arm(node: Node, number: int) -> None:
 def entered(node: Node) -> bool:
     """Whether a call is held, or is so within a moment."""
     return bool(node.extra["entered"].wait(0.05))
+
+
+def wait_held(node: Node, seconds: float) -> None:
+    """Wait until the call that is held, if one is, has been so for longer than that."""
+    since: float | None = node.extra["held since"]
+    until(lambda: since is None or time.monotonic() > since + seconds)
 
 
 def disarm(node: Node) -> None:
@@ -303,12 +311,12 @@ def unregister_all(node: Node, first: str = "source blocks") -> str:
     return ""
 
 
-def wait_epoch(node: Node, beyond: int) -> bool:
+def wait_epoch(node: Node, beyond: int) -> None:
     """Wait until the table is newer than that."""
-    return _until(lambda: epoch(node) > beyond)
+    until(lambda: epoch(node) > beyond)
 
 
-def wait_not_linked(node: Node, peer: int) -> bool:
+def wait_not_linked(node: Node, peer: int) -> None:
     """Wait until this side knows that the link ends."""
     table = node.manager._engine._core.table
 
@@ -316,40 +324,26 @@ def wait_not_linked(node: Node, peer: int) -> bool:
         link = table.get(peer)
         return link is None or link.state.name != "LINKED"
 
-    return _until(ends)
+    until(ends)
 
 
-def level(node: Node, highest: Level | None = None) -> Level:
-    """What this process has open, once that is no more than ``highest``, or after a time."""
-    found = _level()
+def wait_level(node: Node, highest: Level) -> None:
+    """Wait until this process has no more open than that."""
 
     def settled() -> bool:
-        nonlocal found
-        found = _level()
-        return _within(found, highest)
+        now = level(node)
+        return now.descriptors <= highest.descriptors and now.threads <= highest.threads
 
-    if highest is not None and not _within(found, highest):
-        _until(settled)
-    return found
-
-
-def _within(found: Level, highest: Level | None) -> bool:
-    return highest is None or (found.descriptors <= highest.descriptors and found.threads <= highest.threads)
+    until(
+        settled, what=lambda: f"left behind in cluster {node.datadist.cluster_id}: {highest} before, {level(node)} now"
+    )
 
 
-def _level() -> Level:
+def level(_node: Node) -> Level:
+    """What this process has open."""
     gc.collect()
     threads = [thread for thread in threading.enumerate() if not POOL_THREADS.search(thread.name)]
     return Level(len(list(Path("/proc/self/fd").iterdir())), len(threads))
-
-
-def _until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + SETTLE_S
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def finalize(node: Node) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from fault_matrix_cells import AGAIN, LINK_OPERATION, LOST, SAME, UNLINK_OPERATI
 from fault_matrix_rig import PATIENT_S
 from llm_datadist.testing import Carries, Direction, Fault, FaultKind
 from test_faults import go_on, stop
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LIMIT_S = 20.0
 """An operation that takes so much longer than its deadline hangs, whatever else the machine does."""
 HASTY_S, SHORT_S = 0.4, 0.001
+NOTHING_HELD = "nothing came to where it was to be held"
 MIDDLE = child.TOTAL // 3
 _TRIES = 20
 OTHERS = {
@@ -234,10 +235,7 @@ class Run:
         for side, level in zip((self.here, self.there), before, strict=True):
             if side is self.there and self.fault.replaces:
                 continue  # another process or life than the one that was looked at
-            after = side.call(child.level, level)
-            if after.descriptors > level.descriptors or after.threads > level.threads:
-                message = f"left behind in cluster {side.cluster_id}: {level} before, {after} now"
-                raise CellError(message)
+            side.call(child.wait_level, level)
 
     # Steps
 
@@ -293,9 +291,7 @@ class Stalled(Hold):
 
     def wait(self, running: Future[Outcome]) -> None:
         """See ``Hold``."""
-        until = time.monotonic() + LIMIT_S
-        while not self._fault.wait(0.02) and not running.done():
-            assert time.monotonic() < until, "nothing came to where it was to be held"
+        until(lambda: self._fault.wait(0.02) or running.done(), what=lambda: NOTHING_HELD)
 
     def release(self) -> None:
         """See ``Hold``."""
@@ -311,9 +307,7 @@ class HeldCall(Hold):
 
     def wait(self, running: Future[Outcome]) -> None:
         """See ``Hold``."""
-        until = time.monotonic() + LIMIT_S
-        while not self._peer.call(child.entered) and not running.done():
-            assert time.monotonic() < until, "nothing came to where it was to be held"
+        until(lambda: self._peer.call(child.entered) or running.done(), what=lambda: NOTHING_HELD)
 
     def release(self) -> None:
         """See ``Hold``."""
@@ -350,9 +344,8 @@ def suspend(run: Run) -> None:
 
 def wait_stopped(pid: int) -> None:
     """The signal may come a moment later to a thread that runs on another core."""
-    until = time.monotonic() + LIMIT_S
-    while any(not _stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
-        assert time.monotonic() < until, "a process does not stop"
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all(map(_stopped, tasks.iterdir())), what=lambda: "a process does not stop")
 
 
 def _stopped(task: Path) -> bool:
@@ -378,8 +371,8 @@ def cut_data(run: Run) -> None:
 
 def keep(run: Run) -> None:
     """It is held until the operation has ended."""
-    if run.one_sided:  # it cannot end while it is held
-        time.sleep(50 * SHORT_S)
+    if run.one_sided:  # it cannot end while it is held; a short deadline passes meanwhile
+        run.here.call(child.wait_held, SHORT_S)
         run.hold.release()
 
 

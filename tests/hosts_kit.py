@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from net_helpers import until
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

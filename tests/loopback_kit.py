@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,15 @@ from llm_datadist import (
     DataType,
     LLMClusterInfo,
     LLMConfig,
+    LLMDataDist,
+    LLMRole,
     LLMStatusCode,
     Placement,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 MAX = 2**64 - 1
@@ -71,3 +76,17 @@ def loopback_config(*, accessible: bool) -> LLMConfig:
     config.mem_pool_cfg = POOL
     config.host_mem_pool_cfg = POOL
     return config
+
+
+@contextlib.contextmanager
+def started(config: LLMConfig, role: LLMRole = LLMRole.MIX) -> Iterator[LLMDataDist]:
+    """Cluster 3 in loopback mode."""
+    from llm_datadist.testing import loopback  # noqa: PLC0415 - others here do without the engine
+
+    with loopback():
+        datadist = LLMDataDist(role, 3)
+        datadist.init(config.generate_options())
+        try:
+            yield datadist
+        finally:
+            datadist.finalize()

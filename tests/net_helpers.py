@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from llm_datadist.net.loop import Loop
@@ -14,7 +13,7 @@ from llm_datadist.utils import log
 from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 WAIT_S = 20.0
 """Longer than anything takes here, on a machine however busy: who waits this long has found a failure."""
@@ -91,14 +90,6 @@ def receive(sock: socket.socket, size: int) -> bytes:
 def ended(sock: socket.socket) -> bool:
     """Whether the other side closes this connection without another byte."""
     return receive(sock, 1) == b""
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    end = soon()
-    while not condition():
-        assert not end.expired()
-        time.sleep(0.02)
 
 
 def soon() -> Deadline:

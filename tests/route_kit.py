@@ -8,7 +8,6 @@ import http.client
 import json
 import queue
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -292,11 +291,3 @@ def routing(prefill: Sequence[Engine], decode: Sequence[Engine], *options: str) 
             yield route
         finally:
             route.clients.shutdown(wait=False, cancel_futures=True)
-
-
-def wait_until(holds: Callable[[], object], what: Callable[[], object] | None = None) -> None:
-    """Wait until it holds; for what no event tells."""
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end, what() if what else "it never held"
-        time.sleep(0.02)

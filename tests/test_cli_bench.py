@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ import pytest
 
 from cli_kit import WAIT_S, run, running, wait_gone
 from llm_datadist.cli.bench.results import Contestant, Order, Report
+from until import until
 
 TINY = ("bench", "--quick", "--total", "1", "--rounds", "2")
 
@@ -29,11 +29,12 @@ def family_of(pid: int) -> set[int]:
 
 def wait_for_family(pid: int, count: int) -> set[int]:
     """Wait until a process has started so many."""
-    end = time.monotonic() + WAIT_S
-    while len(family := family_of(pid)) < count:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return family
+
+    def family() -> set[int]:
+        found = family_of(pid)
+        return found if len(found) >= count else set()
+
+    return until(family)
 
 
 def test_throughput_of_operations_over_both_paths(tmp_path: Path) -> None:

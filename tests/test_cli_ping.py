@@ -22,7 +22,6 @@ from llm_datadist.cli.ping.command import parse_target
 from llm_datadist.engine.options import EngineOptions
 from llm_datadist.memory.regions import NONCE_BYTES, PROBE_BYTES, RegionTable
 from llm_datadist.net.address import text
-from llm_datadist.utils.deadline import Deadline
 from peers import Peer, close_off
 from security_kit import (
     SECRET,
@@ -37,6 +36,7 @@ from security_kit import (
     with_caches,
 )
 from test_links import free_port
+from until import until
 
 if TYPE_CHECKING:
     import subprocess
@@ -115,9 +115,11 @@ def test_the_peer_does_not_notice(peers: Peers, accessible: bool) -> None:
     before = peer.call(open_descriptors)
     assert report(peer)["peer"]["remote_accessible"] is accessible
     assert peer.call(log_lines) == peer.call(log_lines, "ERROR") == []
-    end = Deadline.after(20)
-    while (peer.call(held), peer.call(open_descriptors)) != ((0, 0, 0, 0, 0), before):  # it closes after the goodbye
-        assert not end.expired(), (peer.call(held), peer.call(open_descriptors), before)
+
+    def left() -> tuple[tuple[int, ...], int]:
+        return peer.call(held), peer.call(open_descriptors)
+
+    until(lambda: left() == ((0, 0, 0, 0, 0), before), what=left)  # it closes after the goodbye
     assert "LINKED" not in peer.call(whole_log)
 
 

@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 
 from cli_kit import line_with, run
-from route_kit import CONNECTOR, PROMPT, WAIT_S, routing, wait_until
+from route_kit import CONNECTOR, PROMPT, WAIT_S, routing
+from until import until
 
 if TYPE_CHECKING:
     from route_kit import Engines, Leg
@@ -310,7 +311,7 @@ def test_metrics(engines: Engines) -> None:
         }
         gate.open()
         assert [each.result(WAIT_S).status for each in pending] == [200, 200]
-        wait_until(lambda: set(route.metric("legs_in_flight").values()) == {0})
+        until(lambda: set(route.metric("legs_in_flight").values()) == {0})
         outcomes = {'outcome="finished"': 2, 'outcome="refused"': 0, 'outcome="failed"': 0, 'outcome="cancelled"': 0}
         assert route.metric("requests_total") == outcomes
 
@@ -363,9 +364,11 @@ def test_signals(engines: Engines, signum: signal.Signals, code: int, busy: bool
         (["--prefill", "http://", "--decode", "http://b"], "'http://' is no URL of an engine"),
         (["--prefill", "ftp://a", "--decode", "http://b"], "'ftp://a' is no URL of an engine"),
         (["--prefill", "http://a?x=1", "--decode", "http://b"], "'http://a?x=1' is no URL of an engine"),
+        (["--prefill", "http://a/v1/", "--decode", "http://b"], "'http://a/v1/' has the /v1 of vLLM's API at its end"),
         (["--prefill", "http://u:p@a", "--decode", "http://b"], "'http://u:p@a' is no URL of an engine"),
         (["--prefill", "http://a", "--decode", "http://b", "--port", "65536"], "--port"),
         (["--prefill", "http://a", "--decode", "http://b", "--timeout", "0"], "--timeout"),
+        (["--prefill", "http://a", "--decode", "http://b", "--timeout", "inf"], "--timeout"),
     ],
 )
 def test_bad_options(options: list[str], words: str) -> None:
@@ -380,7 +383,7 @@ def test_port_that_is_taken() -> None:
         port = str(taken.getsockname()[1])
         done = run("route", "--prefill", "http://a", "--decode", "http://b", "--port", port)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; give another" in done.stderr
     assert "Traceback" not in done.stderr
 
 

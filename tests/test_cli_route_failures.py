@@ -17,7 +17,8 @@ import pytest
 from aiohttp import web
 
 from cli_kit import line_with
-from route_kit import PROMPT, WAIT_S, routing, wait_until
+from route_kit import PROMPT, WAIT_S, routing
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -213,7 +214,7 @@ def test_p_does_not_end(engines: Engines) -> None:
     with routing([prefill], [decode]) as route:
         assert route.post().status == 200
         prefill.gone.get(timeout=WAIT_S)
-        wait_until(lambda: set(route.metric("legs_in_flight").values()) == {0})
+        until(lambda: set(route.metric("legs_in_flight").values()) == {0})
 
 
 # ---------------------------------------------------------------- D fails
@@ -420,7 +421,7 @@ def test_client_goes(engines: Engines, moment: str) -> None:
         client.close()
         for engine in (prefill, decode):
             engine.gone.get(timeout=WAIT_S)
-        wait_until(lambda: route.metric("requests_total")['outcome="cancelled"'] == 1)
+        until(lambda: route.metric("requests_total")['outcome="cancelled"'] == 1)
         assert set(route.metric("legs_in_flight").values()) == {0}
 
 

@@ -19,7 +19,8 @@ from llm_datadist.cli.route.engines import Engine as Behind
 from llm_datadist.cli.route.engines import Pool, Role, open_session
 from llm_datadist.cli.route.router import Router
 from llm_datadist.cli.route.server import application
-from route_kit import PROMPT, WAIT_S, Route, routing, wait_until
+from route_kit import PROMPT, WAIT_S, Route, routing
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,13 +45,13 @@ def test_engines_share_the_load(engines: Engines) -> None:
         engine.behave = hold
     with routing(prefills, decodes) as route:
         pending = [route.clients.submit(route.post) for _ in range(12)]
-        wait_until(lambda: sum(engine.legs.qsize() for engine in (*prefills, *decodes)) == 24)
+        until(lambda: sum(engine.legs.qsize() for engine in (*prefills, *decodes)) == 24)
         assert [engine.legs.qsize() for engine in prefills] == [4, 4, 4]
         assert [engine.legs.qsize() for engine in decodes] == [6, 6]
         gate.open()
         assert [each.result(WAIT_S).status for each in pending] == [200] * 12
         for _ in range(6):
-            wait_until(lambda: set(route.metric("legs_in_flight").values()) == {0})
+            until(lambda: set(route.metric("legs_in_flight").values()) == {0})
             assert route.post().status == 200
         assert [engine.legs.qsize() for engine in prefills] == [6, 6, 6]
         assert [engine.legs.qsize() for engine in decodes] == [9, 9]
@@ -70,7 +71,7 @@ def test_a_busy_engine_gets_fewer(engines: Engines) -> None:
         busy.legs.get(timeout=WAIT_S)
         for count in range(1, 6):
             assert route.post().status == 200
-            wait_until(lambda: set(route.metric("legs_in_flight").values()) == {0, 1})
+            until(lambda: set(route.metric("legs_in_flight").values()) == {0, 1})
             assert (busy.legs.qsize(), free.legs.qsize()) == (0, count)
         gate.open()
         assert pending.result(WAIT_S).status == 200
@@ -92,7 +93,7 @@ def test_an_engine_that_comes_back_is_used_again(engines: Engines) -> None:
             assert route.post().status == 200
             return not prefills[1].legs.empty() and not decodes[1].legs.empty()
 
-        wait_until(used)
+        until(used)
 
 
 def test_an_engine_that_refuses_is_passed_over(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +157,9 @@ def test_nothing_is_left_behind(engines: Engines) -> None:
         before = route.descriptors()
         list(route.clients.map(lambda number: use(route, number), range(100)))
         everybody = (*prefills, *decodes)
-        wait_until(
+        until(
             lambda: sum(engine.connections for engine in everybody) == 0 and route.descriptors() == before,
-            lambda: f"{[engine.connections for engine in everybody]} {route.descriptors()}, {before} before",
+            what=lambda: f"{[engine.connections for engine in everybody]} {route.descriptors()}, {before} before",
         )
         assert set(route.metric("legs_in_flight").values()) == {0}
         counted = route.metric("requests_total")

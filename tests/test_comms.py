@@ -15,6 +15,7 @@ from llm_datadist.utils.deadline import Deadline
 from peers import TIMEOUT_S, Node, Peer
 from test_clients import link_by_table, link_only, unlink_comm
 from test_links import free_port, pull_one, with_caches
+from until import until
 
 if TYPE_CHECKING:
     from llm_datadist.engine.link import Link
@@ -148,9 +149,7 @@ def test_lost_member_makes_it_failed(peers: Peers) -> None:
     devices = [{"device_ip": "127.0.0.1", "device_port": free_port()} for _ in range(2)]
     assert link_all([one, two], table(devices)) == [OK] * 2
     two.process.kill()
-    until = time.monotonic() + TIMEOUT_S
-    while one.call(status) != FAILED:
-        assert time.monotonic() < until
+    until(lambda: one.call(status) == FAILED)
     one.call(unlink_comm)
     again = peers.make(21, listen=False, link_total_time=30)
     with_caches(again)

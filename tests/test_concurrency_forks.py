@@ -19,6 +19,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, LayerSynchronizer, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 from llm_datadist import TransferWithCacheKeyConfig as WithKey
 from peers import GUARD, TIMEOUT_S, Node, Peers
+from test_exit import hold_finalize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,16 +68,7 @@ def test_a_child_of_a_process_that_is_just_finalizing_may_finalize_too(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does nothing there, and does not wait for a thread that is not there."""
-    entered, gate = threading.Event(), threading.Event()
-    loop = node.manager._engine._core.loop
-    real = loop.close
-
-    def held() -> None:
-        entered.set()
-        assert gate.wait(TIMEOUT_S)
-        real()
-
-    monkeypatch.setattr(loop, "close", held)
+    entered, gate = hold_finalize(node, monkeypatch)
     ending = threading.Thread(target=node.datadist.finalize)
     ending.start()
     assert entered.wait(TIMEOUT_S)

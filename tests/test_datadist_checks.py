@@ -210,6 +210,7 @@ MEMBERS: list[Any] = [
     lambda d: d.unlink_clusters("x", "x"),
     lambda d: d.switch_role(1),
     lambda d: d.explain_link("x"),
+    lambda d: d.is_reached_by("x"),
     lambda d: d.explain_memory(),
     lambda d: d.check_link_status("x"),
 ]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from test_comms import table
 from test_faults import BLOCKS, big_cache
 from test_links import pull_one, with_caches
 from test_matrix import Ready
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,20 +136,20 @@ def test_threads_of_the_caller(peers: Peers, paths: str) -> None:
 def serve_without_threads(node: Node, enough: int) -> list[str]:
     """In the child: until so many lines are in the log; these."""
     said: list[str] = []
-    until = time.monotonic() + TIMEOUT_S
+
+    def complete() -> bool:
+        said.extend(logged(node))
+        return len(said) >= enough
+
     with no_threads():
-        while len(said) < enough and time.monotonic() < until:
-            said += logged(node)
-            time.sleep(0.01)
+        until(complete, what=lambda: said)
     return said
 
 
 def wait_until_starved(peer: Peer) -> None:
     """Return once a process may start no thread: it cannot be asked, for that takes one."""
-    until = time.monotonic() + TIMEOUT_S
     limits = Path(f"/proc/{peer.process.pid}/limits")
-    while not re.search(r"Max processes +1 ", limits.read_text(encoding="ascii")):
-        assert time.monotonic() < until
+    until(lambda: re.search(r"Max processes +1 ", limits.read_text(encoding="ascii")))
 
 
 @as_root

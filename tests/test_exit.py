@@ -148,8 +148,8 @@ def node() -> Iterator[Node]:
     made.finalize()
 
 
-def test_a_second_finalize_returns_when_the_first_has_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from another thread: afterwards nothing touches memory any more."""
+def hold_finalize(node: Node, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Hold whoever finalizes it; what tells that somebody has come so far, and what lets him go on."""
     entered, gate = threading.Event(), threading.Event()
     loop = node.manager._engine._core.loop
     real = loop.close
@@ -160,6 +160,12 @@ def test_a_second_finalize_returns_when_the_first_has_ended(node: Node, monkeypa
         real()
 
     monkeypatch.setattr(loop, "close", held)
+    return entered, gate
+
+
+def test_a_second_finalize_returns_when_the_first_has_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from another thread: afterwards nothing touches memory any more."""
+    entered, gate = hold_finalize(node, monkeypatch)
     first, second = (threading.Thread(target=node.datadist.finalize) for _ in range(2))
     first.start()
     assert entered.wait(TIMEOUT_S)

@@ -48,13 +48,6 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.fixture
-def table() -> Iterator[RegionTable]:
-    made = RegionTable()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def pool() -> Iterator[MemoryPool]:
     made = MemoryPool(POOL_BYTES, 12)
     yield made

@@ -14,6 +14,7 @@ from llm_datadist import LLMStatusCode, RegisterMemStatus
 from peers import TIMEOUT_S, Peer, Peers
 from test_clients import link_by_table, unlink_comm
 from test_links import explain, pull_one, with_caches
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,13 +110,12 @@ def test_rank_table_of_which_no_address_leads_anywhere(net: Network, peers: Peer
 
 def link_local(host: Host, interface: str) -> str:
     """Its address on one cable, with the scope, once it may be used."""
-    until = time.monotonic() + TIMEOUT_S
-    while True:
+
+    def usable() -> str:
         (line,) = host.ip("-6", "-o", "address", "show", "dev", interface, "scope", "link").splitlines()
-        if "tentative" not in line:
-            return f"{line.split()[3].split('/')[0]}%{interface}"
-        assert time.monotonic() < until
-        time.sleep(0.05)
+        return "" if "tentative" in line else line.split()[3].split("/")[0]
+
+    return f"{until(usable)}%{interface}"
 
 
 def test_ipv6_between_hosts(net: Network, peers: Peers) -> None:

@@ -130,9 +130,9 @@ def test_several_clusters_in_one_call(peers: Peers) -> None:
     assert each == [OK, LLMStatusCode.LLM_LINK_FAILED, OK]
 
 
-def link_several(node: Node, addresses: dict[int, tuple[str, int]]) -> Any:
+def link_several(node: Node, addresses: dict[int, tuple[str, int]], timeout: int = 10_000) -> Any:
     """In the child."""
-    return node.datadist.link_clusters([node.cluster(peer, address) for peer, address in addresses.items()], 10_000)
+    return node.datadist.link_clusters([node.cluster(peer, address) for peer, address in addresses.items()], timeout)
 
 
 def test_both_sides_link_each_other_at_once(peers: Peers) -> None:

@@ -17,11 +17,12 @@ from llm_datadist.engine.link import LinkState
 from llm_datadist.engine.liveness import Watch
 from llm_datadist.utils.process import OtherProcess, start_time
 from llm_datadist.wire.messages import Identity, Ping
-from net_helpers import logged, until
+from net_helpers import logged
 from peers import TIMEOUT_S, Node
 from test_faults import big_cache, go_on, settled, stop
 from test_links import explain, pull_one, with_caches
-from test_stalls import hold_writes, push_all, release_writes, unregister_mine, untouched, wait_entered
+from test_stalls import held_push, let_fail, unregister_mine, untouched
+from until import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,28 +140,29 @@ def test_the_end_of_a_process_whose_connections_live_on(peers: Peers, paths: str
         os.kill(keeper, signal.SIGKILL)
 
 
+def is_reached_by(node: Node, cluster_id: int) -> bool:
+    """In the child."""
+    return node.datadist.is_reached_by(cluster_id)
+
+
 def test_a_writer_that_was_given_up_keeps_the_memory_busy(peers: Peers) -> None:
     """A writer is stopped on the way into the system call; memory is taken back only when it cannot write any more."""
     owner = peers.make(1, sync_kv_timeout=100, **SOON)
     writer = peers.make(2, listen=False, **NEVER)
     owner.call(big_cache, "mine", 0)
-    writer.call(big_cache, "mine", None)
-    assert writer.link(owner) == OK
-    writer.call(hold_writes)
-    pushing = writer.begin(push_all, 1)
-    assert writer.call(wait_entered)
+    pushing = held_push(writer, owner)
     stop(writer.process)
     try:
         until(lambda: not owner.call(is_linked, 2))
+        assert owner.call(is_reached_by, 2)
         assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
     finally:
         go_on(writer.process)
     writer.call(is_linked, 1)  # it is awake, and still on its way
     assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
-    writer.call(release_writes)
-    with pytest.raises(LLMException):
-        pushing.result(TIMEOUT_S)
-    until(lambda: owner.call(unregister_mine) == OK)
+    let_fail(writer, pushing)
+    until(lambda: not owner.call(is_reached_by, 2))
+    assert owner.call(unregister_mine) == OK
     assert owner.call(untouched)
 
 
@@ -170,11 +172,7 @@ def test_a_writer_that_was_given_up_and_dies_frees_the_memory(peers: Peers) -> N
     owner.call(big_cache, "mine", 0)
     first = settled(owner, lambda _values: True)
     writer = peers.make(2, listen=False, **NEVER)
-    writer.call(big_cache, "mine", None)
-    assert writer.link(owner) == OK
-    writer.call(hold_writes)
-    writer.begin(push_all, 1)
-    assert writer.call(wait_entered)
+    held_push(writer, owner)
     stop(writer.process)
     until(lambda: not owner.call(is_linked, 2))
     writer.process.kill()
@@ -186,16 +184,10 @@ def test_a_writer_that_is_finalized_while_it_writes(peers: Peers) -> None:
     """Its connection ends only when its last write has."""
     owner, writer = peers.make(1, sync_kv_timeout=100), peers.make(2, listen=False)
     owner.call(big_cache, "mine", 0)
-    writer.call(big_cache, "mine", None)
-    assert writer.link(owner) == OK
-    writer.call(hold_writes)
-    pushing = writer.begin(push_all, 1)
-    assert writer.call(wait_entered)
+    pushing = held_push(writer, owner)
     writer.call("finalize")
     assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
-    writer.call(release_writes)
-    with pytest.raises(LLMException):
-        pushing.result(TIMEOUT_S)
+    let_fail(writer, pushing)
     until(lambda: owner.call(unregister_mine) == OK)
     assert owner.call(untouched)
 
@@ -204,17 +196,11 @@ def test_a_writer_that_unlinks_by_force_while_it_writes(peers: Peers) -> None:
     """It says goodbye although a write of its own is stuck: the owner waits for the end of the connection."""
     owner, writer = peers.make(1, sync_kv_timeout=100), peers.make(2, listen=False)
     owner.call(big_cache, "mine", 0)
-    writer.call(big_cache, "mine", None)
-    assert writer.link(owner) == OK
-    writer.call(hold_writes)
-    pushing = writer.begin(push_all, 1)
-    assert writer.call(wait_entered)
+    pushing = held_push(writer, owner)
     assert writer.call("unlink", 1, force=True, timeout=100) == OK
     until(lambda: not owner.call(is_linked, 2))
     assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
-    writer.call(release_writes)
-    with pytest.raises(LLMException):
-        pushing.result(TIMEOUT_S)
+    let_fail(writer, pushing)
     until(lambda: owner.call(unregister_mine) == OK)
     assert owner.call(untouched)
 

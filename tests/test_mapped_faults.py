@@ -26,7 +26,7 @@ from test_faults import (
 )
 from test_links import explain, pull_one, with_caches
 from test_mapped import OK, POOL, chosen, make
-from test_stalls import hold_writes, push_all, release_writes, wait_entered
+from test_stalls import held_push, let_fail
 
 
 @pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
@@ -130,17 +130,11 @@ def test_deallocate_waits_for_a_writer_that_was_held_up(peers: Peers, force: boo
     owner = make(peers, 1, paths="mapped", sync_kv_timeout=100)
     writer = make(peers, 2, listen=False, paths="mapped")
     owner.call(big_pool_cache)
-    writer.call(big_cache, "mine", None)
-    assert writer.link(owner) == OK
-    writer.call(hold_writes)
-    pushing = writer.begin(push_all, 1)
-    assert writer.call(wait_entered)
+    pushing = held_push(writer, owner)
     if force:
         assert owner.call("unlink", 2, force=True) == OK
     assert owner.call(deallocate, "mine") == LLMStatusCode.LLM_LINK_BUSY
-    writer.call(release_writes)
-    with pytest.raises(LLMException):
-        pushing.result(TIMEOUT_S)
+    let_fail(writer, pushing)
     assert owner.call(deallocate, "mine") == OK
     assert owner.call(untouched)
 

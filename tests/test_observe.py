@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import time
@@ -19,7 +20,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llm_datadist import LLMDataDist, LLMRole
 from llm_datadist.observe import (
     Fallback,
     FallbackReason,
@@ -42,16 +42,19 @@ from llm_datadist.observe.otel import OtelSpans
 from llm_datadist.observe.prometheus import Collector
 from llm_datadist.observe.trace_file import MAX_EVENTS, join
 from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
-from loopback_kit import loopback_config
+from loopback_kit import loopback_config, started
 from net_helpers import logged
 from test_interruptions import STEPS, at_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from llm_datadist import LLMDataDist
+
 MS = 10**6
+EVENTS = 4
+"""Of a trace, for one ``transfer()``: itself, its two steps, its connection with the other side."""
 LEFT = (Fallback("mapped", FallbackReason.OUT_OF_REACH), Fallback("process_vm", FallbackReason.DENIED))
 BOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "llm-datadist.json"
 
@@ -91,15 +94,10 @@ def family(metrics: Metrics, name: str) -> Family:
 
 @contextlib.contextmanager
 def loopback_engine() -> Iterator[LLMDataDist]:
-    with loopback():
-        config = loopback_config(accessible=True)
-        config.metrics = True
-        datadist = LLMDataDist(LLMRole.MIX, 3)
-        datadist.init(config.generate_options())
-        try:
-            yield datadist
-        finally:
-            datadist.finalize()
+    config = loopback_config(accessible=True)
+    config.metrics = True
+    with started(config) as datadist:
+        yield datadist
 
 
 class Kept:
@@ -418,6 +416,36 @@ class TestTraceFile:
         trace.transfer(transfer())
         trace.transfer(transfer())
         assert trace.dropped == 4
+
+    @pytest.mark.parametrize("most", [MAX_EVENTS, 0], ids=["kept", "dropped"])
+    def test_a_signal_handler_may_transfer_while_one_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    ) -> None:
+        monkeypatch.setattr("llm_datadist.observe.trace_file.MAX_EVENTS", most)
+        for step in range(1, STEPS):
+            trace = TraceFile("x")
+
+            def record(trace: TraceFile = trace) -> None:
+                trace.transfer(transfer())
+
+            if not at_step(step, record, record):
+                break
+            assert self.kept(trace, tmp_path / "x") + trace.dropped == 2 * EVENTS
+        assert 1 < step < STEPS - 1
+
+    def test_a_signal_handler_may_transfer_while_a_trace_is_written(self, tmp_path: Path) -> None:
+        for step in range(1, STEPS):
+            trace = TraceFile("x")
+            write = functools.partial(trace.write, tmp_path / "x")
+            if not at_step(step, lambda trace=trace: trace.transfer(transfer()), write):
+                break
+            assert self.kept(trace, tmp_path / "x") == EVENTS
+        assert 1 < step < STEPS - 1
+
+    @staticmethod
+    def kept(trace: TraceFile, path: Path) -> int:
+        trace.write(path)
+        return len(json.loads(path.read_text())["traceEvents"]) - 1  # the first names the process
 
 
 class TestOtel:

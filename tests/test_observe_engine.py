@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,13 +13,13 @@ from few_kit import BLOCK_BYTES, TARGET, TENSORS, attempt, make_pair
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist.observe import Histogram, TraceFile, TransferLog
 from llm_datadist.observe.trace_file import join
+from until import until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from peers import Node, Peer, Peers
 
-WAIT_S = 20
 PATHS = ("process_vm", "tcp")
 MANY = list(range(64))
 FEW = [5, 7]
@@ -38,10 +37,7 @@ def of(path: str, operation: str = "pull_blocks", **more: str) -> dict[str, str]
 
 def wait_until_served(peer: Peer, count: int) -> None:
     """The asker has its bytes a little earlier than the owner has counted them."""
-    end = time.monotonic() + WAIT_S
-    while (peer.call(read, "served_requests", {"operation": "read", "status": "ok"}) or 0) < count:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: (peer.call(read, "served_requests", {"operation": "read", "status": "ok"}) or 0) >= count)
 
 
 @pytest.mark.parametrize("path", PATHS)

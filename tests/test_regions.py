@@ -73,13 +73,6 @@ def expect_both(
 
 
 @pytest.fixture
-def table() -> Iterator[RegionTable]:
-    made = RegionTable()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def view(table: RegionTable) -> Iterator[RegionView]:
     """The table as another process sees it: mapped from its file."""
     seen = RegionView.of_file(f"/proc/self/fd/{table.fd}")

@@ -19,7 +19,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMS
 from llm_datadist.wire import framing
 from llm_datadist.wire.auth import handover_request
 from llm_datadist.wire.data import GREETING_BYTES
-from net_helpers import WAIT_S, ended, receive, until
+from net_helpers import WAIT_S, ended, receive
 from paged_memory import Paged
 from peers import TIMEOUT_S, Node, close_off
 from security_kit import (
@@ -38,6 +38,7 @@ from security_kit import (
     whole_log,
     with_caches,
 )
+from until import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,10 +151,7 @@ def refused(server: Peer, client: Peer, reason: str) -> None:
     wait_for_log(server)
     expect(LLMStatusCode.LLM_NOT_YET_LINK, lambda: client.call("path", 1))
     expect(LLMStatusCode.LLM_NOT_YET_LINK, lambda: server.call("path", 2))
-    end = time.monotonic() + WAIT_S
-    while server.call(open_descriptors) > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert server.call(open_descriptors) <= before
+    until(lambda: server.call(open_descriptors) <= before)
     assert len(server.call(log_lines)) == 1
     for peer in (server, client):
         assert SECRET not in peer.call(whole_log)
@@ -161,9 +159,7 @@ def refused(server: Peer, client: Peer, reason: str) -> None:
 
 def wait_for_log(peer: Peer) -> None:
     """The other side may know earlier that there is no link."""
-    end = time.monotonic() + WAIT_S
-    while not peer.call(log_lines) and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: peer.call(log_lines))
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ from test_faults import BLOCKS, big_cache, go_on, stop
 from test_links import pull_one, pull_until_unlinked, with_caches
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
-    from peers import Peers
+    from peers import Peer, Peers
 
 OK = LLMStatusCode.LLM_SUCCESS
 
@@ -112,6 +113,23 @@ def push_all(node: Node, cluster_id: int) -> None:
     node.manager.push_blocks(BlocksCacheKey(cluster_id, 0), node.caches["mine"], blocks, blocks, tensor_num_per_layer=1)
 
 
+def held_push(writer: Peer, owner: Peer) -> Future[Any]:
+    """Link, and push to the owner's cache of model 0; the push is held on its way into the system call."""
+    writer.call(big_cache, "mine", None)
+    assert writer.link(owner) == OK
+    writer.call(hold_writes)
+    pushing = writer.begin(push_all, owner.cluster_id)
+    assert writer.call(wait_entered)
+    return pushing
+
+
+def let_fail(writer: Peer, pushing: Future[Any]) -> None:
+    """Let a push that was held go on to its end, which comes too late to be a success."""
+    writer.call(release_writes)
+    with pytest.raises(LLMException):
+        pushing.result(TIMEOUT_S)
+
+
 def unregister_mine(node: Node) -> LLMStatusCode:
     """In the child: unregister, keeping the memory; the status."""
     try:
@@ -132,17 +150,11 @@ def test_unregister_waits_for_a_writer_that_was_held_up(peers: Peers, force: boo
     """Also when the link has been unlinked by force: busy until the writer has ended, and safe after that."""
     owner, writer = peers.make(1, sync_kv_timeout=100), peers.make(2, listen=False)
     owner.call(big_cache, "mine", 0)
-    writer.call(big_cache, "mine", None)
-    assert writer.link(owner) == OK
-    writer.call(hold_writes)
-    pushing = writer.begin(push_all, 1)
-    assert writer.call(wait_entered)
+    pushing = held_push(writer, owner)
     if force:
         assert owner.call("unlink", 2, force=True) == OK
     assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
-    writer.call(release_writes)
-    with pytest.raises(LLMException):
-        pushing.result(TIMEOUT_S)
+    let_fail(writer, pushing)
     assert owner.call(unregister_mine) == OK
     assert owner.call(untouched)
 

@@ -23,8 +23,7 @@ from llm_datadist import (
 )
 from llm_datadist.engine import EngineOptions, constraints
 from llm_datadist.engine.requests import CacheKind, CacheSpec, PullRequest
-from llm_datadist.testing import loopback
-from loopback_kit import HOST, SUCCESS, WAIT_MS, addrs, cluster, desc, loopback_config, tensors
+from loopback_kit import HOST, SUCCESS, WAIT_MS, addrs, cluster, desc, loopback_config, started, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,13 +38,8 @@ def made(*, strict: bool, accessible: bool = True, pools: bool = True) -> Iterat
     if not pools:
         config.mem_pool_cfg = None
     config.strict_constraints = strict
-    with loopback():
-        datadist = LLMDataDist(LLMRole.MIX, 3)
-        datadist.init(config.generate_options())
-        try:
-            yield datadist
-        finally:
-            datadist.finalize()
+    with started(config) as datadist:
+        yield datadist
 
 
 @pytest.fixture(params=[True, False], ids=["strict", "usual"])

@@ -6,7 +6,8 @@ import time
 
 from llm_datadist.integrations.vllm.orders import Hold, Open
 from llm_datadist.integrations.vllm.worker_leases import Leases
-from net_helpers import WAIT_S, until
+from net_helpers import WAIT_S
+from until import until
 
 
 def opened(seconds: float = WAIT_S) -> Leases:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from llm_datadist import LLMClusterInfo
 from llm_datadist.integrations.vllm.loads import LoadError
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
 from llm_datadist.integrations.vllm.params import Lease
-from net_helpers import until
+from llm_datadist.paths import inprocess
+from net_helpers import WAIT_S
+from until import until
 from vllm_kit import BLOCKS, LAYERS, TOKENS, Rank
 
 if TYPE_CHECKING:
@@ -227,6 +230,54 @@ def test_a_push_that_is_cancelled_before_anybody_knows_of_it_is_not_asked_for(pa
     assert (decode.memory == before).all()
 
 
+def test_a_push_that_makes_no_sense_ends(pair: tuple[Rank, Rank]) -> None:
+    """It names no blocks for the KV group."""
+    prefill, decode = pair
+    load = Load("d", prefill.remote(), 0, 3 * TOKENS, (), transfer="t")
+    decode.arrivals.note(load)
+    decode.arrivals.expect(load)
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    assert decode.end_of("d").startswith("the prefill engine has not pushed all of it: ")
+
+
+def watched(decode: Rank, request: str) -> str:
+    """Look as often as the connector does, and oftener; why the load has failed."""
+
+    def over() -> bool:
+        decode.arrivals.watch()
+        return request in decode.ends
+
+    until(over)
+    return decode.end_of(request)
+
+
+def test_a_write_that_outlives_its_link_is_waited_for(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a load may have another use as soon as it has ended."""
+    prefill, decode = pair
+    expected(prefill, decode)
+    entered, gate = threading.Event(), threading.Event()
+    real = inprocess.copy
+
+    def held(*args: Any) -> None:
+        entered.set()
+        assert gate.wait(WAIT_S)
+        real(*args)
+
+    monkeypatch.setattr(inprocess, "copy", held)
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    assert entered.wait(WAIT_S)
+    info = LLMClusterInfo()
+    info.remote_cluster_id = prefill.cluster_id
+    decode.dist.unlink_clusters([info], 5000, force=True)
+    decode.arrivals.watch()
+    assert decode.ends == {}
+    gate.set()
+    assert watched(decode, "d") in {"", "the link to the prefill worker has ended"}  # it may just manage to say so
+    before = decode.memory.copy()
+    prefill.pool.shutdown()  # whatever was begun has ended
+    assert (decode.memory == before).all()
+
+
 def test_no_new_link_brings_a_push_that_was_given_up(pair: tuple[Rank, Rank]) -> None:
     """The prefill worker still computes, and knows where to write."""
     prefill, decode = pair
@@ -236,8 +287,7 @@ def test_no_new_link_brings_a_push_that_was_given_up(pair: tuple[Rank, Rank]) ->
     info = LLMClusterInfo()
     info.remote_cluster_id = prefill.cluster_id
     decode.dist.unlink_clusters([info], 5000, force=True)
-    decode.arrivals.watch()
-    assert decode.end_of("d") == "the link to the prefill worker has ended"
+    assert watched(decode, "d") == "the link to the prefill worker has ended"
     before = decode.memory.copy()
     again = Load("e", prefill.remote(), 0, 3 * TOKENS, ((4, 6, 8),), transfer="u")
     decode.arrivals.note(again)

@@ -59,11 +59,12 @@ class Rank:
         )
         self.pool = ThreadPoolExecutor(4)
         self.peers = Peers(self.dist, int(WAIT_S * 1000))
-        self.puller = Puller(manager, registered, self.facts, 0, self.peers)
-        self.pusher = Pusher(manager, registered, self.facts, 0, self.peers, self.pool)
+        side = caches.Side(manager, registered, self.facts, 0, self.peers)
+        self.puller = Puller(side)
+        self.pusher = Pusher(side, self.pool)
         self.ends: dict[str, str] = {}
         self.changed = threading.Condition()
-        self.arrivals = Arrivals(self.facts, 0, self.peers, WAIT_S, self._ended)
+        self.arrivals = Arrivals(side, WAIT_S, self._ended)
         threading.Thread(target=self._mail, daemon=True).start()
 
     def _ended(self, load: Load, seconds: float, moved: int, error: str) -> None:

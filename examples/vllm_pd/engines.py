@@ -25,6 +25,8 @@ ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "UCX_MODULES": "^ib",
 }
+RANKS: Final = {"OMP_NUM_THREADS": "1"}
+"""Several ranks of an engine share few cores here."""
 CONNECTOR: Final = {
     "kv_connector": "LLMDataDistConnector",
     "kv_connector_module_path": "llm_datadist.integrations.vllm",
@@ -38,16 +40,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def stop_on_signals() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that it stops its engines."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 class Engine:
     """One server; ``start`` returns at once, ``wait`` when it serves."""
 
-    def __init__(self, name: str, model: Path, logs: Path, transfer: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, model: Path, logs: Path, transfer: dict[str, Any] | None = None, ranks: int = 1
+    ) -> None:
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = logs / f"{name}.log"
         self._model = model
         self._transfer = transfer
+        self._ranks = ranks
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -60,7 +70,8 @@ class Engine:
         """Start the server."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
         command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--enforce-eager", "--max-model-len", "4096", "--distributed-executor-backend", "uni", *options]
+        command += ["--enforce-eager", "--max-model-len", "4096", "--tensor-parallel-size", str(self._ranks)]
+        command += ["--distributed-executor-backend", "uni" if self._ranks == 1 else "mp", *options]
         if self._transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self._transfer)]
         with self.log.open("ab") as log:
@@ -68,7 +79,7 @@ class Engine:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                env={**os.environ, **ENVIRONMENT, **(RANKS if self._ranks > 1 else {}), **(environment or {})},
                 start_new_session=True,
             )
         return self

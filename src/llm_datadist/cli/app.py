@@ -181,7 +181,7 @@ def route(
     decode: Annotated[list[str], typer.Option(metavar="URL", help="A vLLM that decodes; give it once for each.")],
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each request to an engine.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds for each request to an engine.")] = 600.0,
 ) -> None:
     """Serve vLLM's API, with prefill and decode on two engines at once: for layer-wise push.
 

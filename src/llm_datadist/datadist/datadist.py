@@ -315,6 +315,20 @@ class LLMDataDist(Notifications):
         utils.check_uint64("cluster_id", cluster_id)
         return engine.explain(int(cluster_id))
 
+    def is_reached_by(self, cluster_id: int) -> bool:
+        """Whether a peer's transfers may still read or write memory here.
+
+        They may while it is linked, and after that, whoever has ended the link, until its last one has ended: a peer
+        that is stopped in the middle of a copy goes on with it when it wakes up. False for one that was never linked.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: does not fit unsigned 64 bits.
+        """
+        engine = self._running()
+        utils.check_uint64("cluster_id", cluster_id)
+        return engine.is_reached_by(int(cluster_id))
+
     def metrics(self) -> tuple[Family, ...]:
         """What this object holds now, and with ``LLMConfig.metrics`` what has happened since ``init``.
 

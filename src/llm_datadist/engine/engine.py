@@ -460,6 +460,11 @@ class Engine:
         self._check("explain_link")
         return self._links.explain(cluster_id)
 
+    def is_reached_by(self, cluster_id: int) -> bool:
+        """Whether a cluster's transfers may still touch memory here."""
+        self._check("is_reached_by")
+        return self._links.is_reached_by(cluster_id)
+
     def observe(self, observer: Observer) -> None:
         """Tell an observer of every transfer that ends from now on, and of every request of a peer that is served."""
         self._check("observe")

@@ -232,6 +232,10 @@ class LoopbackLinks(Links):
         attempt = Attempt("inprocess", chosen=True, reason="loopback mode: the peer is this process")
         return LinkReport(cluster_id, "loopback", os.getpid(), LinkState.LINKED, "inprocess", (attempt,))
 
+    def is_reached_by(self, cluster_id: int) -> bool:
+        """See ``Links.is_reached_by``."""
+        return self.peek(cluster_id) is not None
+
     def drain(self, deadline: Deadline) -> list[int]:
         """See ``Links.drain``."""
         del deadline

@@ -110,6 +110,10 @@ class Links(abc.ABC):
         """
 
     @abc.abstractmethod
+    def is_reached_by(self, cluster_id: int) -> bool:
+        """Whether a cluster's transfers may still touch memory here: linked, or not yet ended."""
+
+    @abc.abstractmethod
     def drain(self, deadline: Deadline) -> list[int]:
         """Wait until every peer's transfers that run now have ended; clusters that did not say so in time."""
 
@@ -232,6 +236,13 @@ class NetworkLinks(Links):
             return self.explain(cluster_id)
         on_devices = any(entry.device is not None for entry in self._core.catalogue.all())
         return link.report(self._core.data_server.count(link.token), on_devices=on_devices)
+
+    def is_reached_by(self, cluster_id: int) -> bool:
+        """See ``Links.is_reached_by``."""
+        core = self._core
+        if core.table.get(cluster_id) is not None:  # in this order: what leaves one is in the next already
+            return True
+        return any(link.cluster_id == cluster_id for link in core.ender.fading()) or core.data_server.serves(cluster_id)
 
     def drain(self, deadline: Deadline) -> list[int]:
         """See ``Links.drain``."""

@@ -27,7 +27,7 @@ class TraceFile:
 
     def __init__(self, name: str) -> None:
         """``name`` is that of this process in the viewer."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may transfer while one is being kept
         self._name = name
         self._pid = os.getpid()
         self._events: list[dict[str, Any]] = []
@@ -86,9 +86,10 @@ class TraceFile:
         return {**event, "bp": "e"} if phase == "f" else event
 
     def _keep(self, events: list[dict[str, Any]]) -> None:
+        count = len(events)
         with self._lock:
-            if len(self._events) + len(events) > MAX_EVENTS:
-                self.dropped += len(events)
+            if len(self._events) + count > MAX_EVENTS:
+                self.dropped += count
             else:
                 self._events += events
 

@@ -92,6 +92,11 @@ class DataServer:
         """How many connections are served."""
         return len(self._served)
 
+    def serves(self, peer: int) -> bool:
+        """Whether a connection of a cluster is served, or a request on one that was given up may still run."""
+        with self._lock:
+            return any(each.peer == peer for each in (*self._served.values(), *self._ending.values()))
+
     def count(self, token: bytes) -> int:
         """How many connections of a link are served."""
         with self._lock:

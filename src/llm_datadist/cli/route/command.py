@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 from aiohttp import web
 
-from llm_datadist.cli.route.engines import Engine, Pool, Role, open_session
+from llm_datadist.cli.route.engines import Engine, Pool, Role, cause_of, open_session
 from llm_datadist.cli.route.router import Router
 from llm_datadist.cli.route.server import application
 from llm_datadist.cli.show import print_problem
@@ -44,8 +44,12 @@ def parse_url(url: str) -> str:
         parts = urllib.parse.urlsplit(url)
         good = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
         good = good and not (parts.query or parts.fragment or "@" in parts.netloc)
+        versioned = parts.path.rstrip("/").endswith("/v1")
     except ValueError:  # the port is no number, or the address none
-        good = False
+        good = versioned = False
+    if good and versioned:
+        message = f"{url!r} has the /v1 of vLLM's API at its end: leave it out"
+        raise ValueError(message)
     if not good or not url.isprintable() or {" ", '"', "\\"} & set(url):
         message = f"{url!r} is no URL of an engine: give where vLLM serves, like http://192.168.1.2:8100"
         raise ValueError(message)
@@ -88,8 +92,7 @@ async def _serve(setup: Setup) -> signal.Signals | None:
                 await web.TCPSite(runner, setup.host, setup.port).start()
             except OSError as error:
                 where = f"{setup.host}:{setup.port}"
-                reason = error.strerror or error
-                print_problem("route", f"cannot listen on {where}: {reason}; give another --host or --port")
+                print_problem("route", f"cannot listen on {where}: {cause_of(error)}; give another --host or --port")
                 return None
             host, port, *_ = runner.addresses[0]
             typer.echo(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}")

@@ -262,7 +262,7 @@ class Engine:
             return EngineError(self, reason, HTTPStatus.SERVICE_UNAVAILABLE)
         if isinstance(error, aiohttp.ClientConnectorError):
             self._rest()
-            return EngineError(self, f"cannot be reached: {_cause(error)}", HTTPStatus.SERVICE_UNAVAILABLE)
+            return EngineError(self, f"cannot be reached: {cause_of(error.os_error)}", HTTPStatus.SERVICE_UNAVAILABLE)
         if isinstance(error, asyncio.TimeoutError):
             reason = f"has not ended its answer within {self._session.timeout.total or 0:g} s (--timeout)"
             return EngineError(self, reason, HTTPStatus.GATEWAY_TIMEOUT, elsewhere=False)
@@ -274,11 +274,11 @@ class Engine:
         self._refusals = min(self._refusals + 1, 16)
 
 
-def _cause(error: aiohttp.ClientConnectorError) -> str:
-    cause = error.os_error
-    if cause.errno and cause.errno > 0:
-        return os.strerror(cause.errno)
-    return cause.strerror or str(cause)
+def cause_of(error: OSError) -> str:
+    """The system's own words: asyncio puts others around them."""
+    if error.errno and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 class Pool:

@@ -72,7 +72,7 @@ def run(targets: Sequence[str], interval_s: float, *, once: bool) -> int:
 
 
 def _once(watch: Watch, interval_s: float) -> int:
-    shown, good = _next(watch, interval_s)
+    shown, good = look_after(watch, interval_s)
     open_console().print(shown)
     return 0 if good else 1
 
@@ -81,13 +81,13 @@ def _live(watch: Watch, interval_s: float) -> None:
     console = open_console()
     if not console.is_interactive:  # a log: one view after the other
         while True:
-            console.print(_next(watch, interval_s)[0])
+            console.print(look_after(watch, interval_s)[0])
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_next(watch, interval_s)[0], refresh=True)
+            live.update(look_after(watch, interval_s)[0], refresh=True)
 
 
-def _next(watch: Watch, interval_s: float) -> tuple[RenderableType, bool]:
+def look_after(watch: Watch, interval_s: float) -> tuple[RenderableType, bool]:
     """What to show after an interval, and whether all endpoints told something."""
     begun = time.monotonic()
     time.sleep(interval_s)

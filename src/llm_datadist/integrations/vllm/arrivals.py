@@ -12,14 +12,13 @@ from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.integrations.vllm.logs import logger
 from llm_datadist.integrations.vllm.messages import Cancel, Register
 from llm_datadist.integrations.vllm.peers import UnreachableError
-from llm_datadist.integrations.vllm.routes import reader_counts, routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist.integrations.vllm.caches import Side
     from llm_datadist.integrations.vllm.orders import Load
-    from llm_datadist.integrations.vllm.params import Facts, Worker
-    from llm_datadist.integrations.vllm.peers import Peers
+    from llm_datadist.integrations.vllm.params import Worker
 
 
 @dataclasses.dataclass
@@ -40,15 +39,12 @@ class Arrivals:
     """Pushes that this worker waits for. Thread-safe.
 
     A load ends when no worker writes to its blocks any more: each has said that it has written all, or that it has
-    stopped, or its link has ended and is not made again before it can have forgotten the load.
+    stopped, or its link and all transfers over it have ended, and it is not made again before it can have forgotten the
+    load.
     """
 
-    def __init__(
-        self, facts: Facts, rank: int, peers: Peers, timeout_s: float, ended: Callable[[Load, float, int, str], None]
-    ) -> None:
-        self._facts = facts
-        self._rank = rank
-        self._peers = peers
+    def __init__(self, side: Side, timeout_s: float, ended: Callable[[Load, float, int, str], None]) -> None:
+        self._side = side
         self._timeout_s = timeout_s
         self._ended = ended
         self._lock = threading.Lock()
@@ -56,10 +52,10 @@ class Arrivals:
 
     def note(self, load: Load) -> None:
         """A load is to be expected: from now on it can be cancelled. Does not block."""
-        counts = reader_counts(self._facts, load.remote.facts)
+        counts = self._side.reader_counts(load.remote.facts)
         now = time.monotonic()
         workers = load.remote.workers
-        pending = {workers[at].cluster_id: counts[at] for at in routes(self._facts, self._rank, load.remote.facts)}
+        pending = {workers[at].cluster_id: counts[at] for at in self._side.routes(load.remote.facts)}
         with self._lock:
             self._arrivals[load.transfer] = _Arrival(load, now, now + self._timeout_s, pending)
 
@@ -68,18 +64,18 @@ class Arrivals:
 
         If the load was cancelled meanwhile, or needs nothing, they are told that.
         """
-        counts = reader_counts(self._facts, load.remote.facts)
-        mine = routes(self._facts, self._rank, load.remote.facts)
+        counts = self._side.reader_counts(load.remote.facts)
+        mine = self._side.routes(load.remote.facts)
         arrival = self._arrivals.get(load.transfer)
         cancelled = load.reported and arrival is None
         for rank, worker in enumerate(load.remote.workers):
             wanted = rank in mine
-            if not wanted and (counts[rank] or self._rank):
+            if not wanted and (counts[rank] or self._side.rank):
                 continue  # others of this engine read from it, or tell it that nobody does
             readers = max(1, counts[rank])
             first = load.first if wanted else load.tokens
             message: Register | Cancel = Register(
-                load.transfer, readers, self._facts, self._rank, first, load.tokens, load.blocks
+                load.transfer, readers, self._side.facts, self._side.rank, first, load.tokens, load.blocks
             )
             if cancelled:
                 message = Cancel(load.transfer, readers)
@@ -91,26 +87,29 @@ class Arrivals:
         """Tell a worker; why it does not know of the load, or empty if it does, or may."""
         cluster_id = worker.cluster_id
         try:
-            self._peers.link(worker)
+            self._side.peers.link(worker)
             with arrival.telling if arrival is not None else contextlib.nullcontext():
                 if arrival is not None:
                     if arrival.error:
                         return arrival.error
                     arrival.told.add(cluster_id)
-                self._peers.send(cluster_id, message)
+                self._side.peers.send(cluster_id, message)
         except UnreachableError as error:
             return f"the prefill worker cannot be told: {error}"
         except LLMException as error:
+            text = f"the prefill worker has not confirmed in time: {error}"
             if error.status_code is not LLMStatusCode.LLM_TIMEOUT:
                 self._condemn(cluster_id)
-                return f"the prefill worker cannot be told: {error}"
+                text = f"the prefill worker cannot be told: {error}"
+                if not self._side.peers.may_write(cluster_id):
+                    return text
             if arrival is not None:  # it may have arrived
-                arrival.error = arrival.error or f"the prefill worker has not confirmed in time: {error}"
+                arrival.error = arrival.error or text
                 self._stop_others(arrival)
         return ""
 
     def _condemn(self, cluster_id: int) -> None:
-        self._peers.condemn(cluster_id, self._timeout_s, "its link has ended while it could write to this worker")
+        self._side.peers.condemn(cluster_id, self._timeout_s, "its link has ended while it could write to this worker")
 
     def abandon(self, transfer: str, error: str) -> None:
         """End a load for an error of this side, as soon as nobody writes."""
@@ -145,9 +144,10 @@ class Arrivals:
             every = list(self._arrivals.values())
         for each in every:
             for cluster_id in each.told & each.pending.keys():
-                if not self._peers.is_linked(cluster_id):
+                if not self._side.peers.is_linked(cluster_id):
                     self._condemn(cluster_id)
-                    self._gone(each.load.transfer, cluster_id, "the link to the prefill worker has ended")
+                    if not self._side.peers.may_write(cluster_id):
+                        self._gone(each.load.transfer, cluster_id, "the link to the prefill worker has ended")
             if now > each.deadline:
                 each.deadline = now + self._timeout_s
                 each.error = each.error or f"nothing was pushed for {self._timeout_s:g} s (push_timeout_seconds)"
@@ -177,15 +177,14 @@ class Arrivals:
                 self._gone(arrival.load.transfer, cluster_id, arrival.error)
                 continue
             try:
-                self._peers.send(cluster_id, Cancel(arrival.load.transfer, max(1, readers)))
+                self._side.peers.send(cluster_id, Cancel(arrival.load.transfer, max(1, readers)))
             except LLMException as error:
                 logger.warning("A prefill worker was not told to stop: %s", error)
 
     def _bytes(self, load: Load) -> int:
         total = 0
-        for number, each in enumerate(self._facts.caches):
+        for number, each in enumerate(self._side.facts.caches):
             blocks = sum(1 for block in load.blocks[each.group] if block)
-            total += (
-                blocks * each.chunks * len(self._facts.split(number).of(self._rank)) * each.piece_bytes * each.layers
-            )
+            heads = len(self._side.facts.split(number).of(self._side.rank))
+            total += blocks * each.chunks * heads * each.piece_bytes * each.layers
         return total

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import vllm
 from packaging.version import Version
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from llm_datadist.integrations.vllm.bases import KVConnectorBase_V1, SupportsHMA
 from llm_datadist.integrations.vllm.metadata import Orders
 from llm_datadist.integrations.vllm.options import Options
 from llm_datadist.integrations.vllm.scheduler import Scheduler
@@ -23,7 +19,6 @@ from llm_datadist.integrations.vllm.worker import Worker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -32,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from llm_datadist.integrations.vllm.bases import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 TESTED_VERSIONS = ("0.32.0", "0.33")
 """vLLM from the first one on, and before the second."""

@@ -12,17 +12,15 @@ from llm_datadist.integrations.vllm.caches import LEASES_MODEL
 from llm_datadist.integrations.vllm.logs import logger
 from llm_datadist.integrations.vllm.messages import Done, Renew
 from llm_datadist.integrations.vllm.peers import UnreachableError
-from llm_datadist.integrations.vllm.routes import pieces, reader_counts, routes
+from llm_datadist.integrations.vllm.routes import pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.cache_manager import CacheManager
-    from llm_datadist.integrations.vllm.caches import Registered
+    from llm_datadist.integrations.vllm.caches import Side
     from llm_datadist.integrations.vllm.heads import Source
     from llm_datadist.integrations.vllm.orders import Load
-    from llm_datadist.integrations.vllm.params import Facts, Lease, Remote, Worker
-    from llm_datadist.integrations.vllm.peers import Peers
+    from llm_datadist.integrations.vllm.params import Lease, Remote, Worker
 
 _SCRATCH: Final = 64
 """More than threads that load at a time."""
@@ -35,17 +33,11 @@ class LoadError(Exception):
 class Puller:
     """Pulls for one worker. Thread-safe; calls block until all is there."""
 
-    def __init__(
-        self, manager: CacheManager, caches: Sequence[Registered], facts: Facts, rank: int, peers: Peers
-    ) -> None:
-        self._manager = manager
-        self._caches = caches
-        self._facts = facts
-        self._rank = rank
-        self._peers = peers
+    def __init__(self, side: Side) -> None:
+        self._side = side
         self._seen = np.zeros(_SCRATCH, np.uint64)
         desc = CacheDesc(1, [_SCRATCH, 1], DataType.DT_UINT64)
-        self._seen_cache = manager.register_blocks_cache(desc, [self._seen.ctypes.data], remote_accessible=True)
+        self._seen_cache = side.manager.register_blocks_cache(desc, [self._seen.ctypes.data], remote_accessible=True)
         self._scratch = itertools.count()
 
     def pull(self, load: Load) -> int:
@@ -59,8 +51,8 @@ class Puller:
         remote = load.remote
         moved = 0
         try:
-            for rank, parts in routes(self._facts, self._rank, remote.facts).items():
-                cluster_id = self._peers.link(remote.workers[rank])
+            for rank, parts in self._side.routes(remote.facts).items():
+                cluster_id = self._side.peers.link(remote.workers[rank])
                 for cache, source in parts:
                     moved += self._pull_part(load, cluster_id, cache, source)
                 if remote.lease is not None:
@@ -68,19 +60,19 @@ class Puller:
         except (LLMException, UnreachableError, ValueError) as error:
             if isinstance(error, LLMException) and error.status_code is LLMStatusCode.LLM_NOT_YET_LINK:
                 for worker in remote.workers:
-                    self._peers.lost(worker.cluster_id)
+                    self._side.peers.lost(worker.cluster_id)
             raise LoadError(str(error)) from error
         return moved
 
     def _pull_part(self, load: Load, cluster_id: int, cache: int, source: Source) -> int:
-        ours, theirs = self._facts.caches[cache], load.remote.facts.caches[cache]
+        ours, theirs = self._side.facts.caches[cache], load.remote.facts.caches[cache]
         group = ours.group
         blocks = (load.blocks[group], load.remote.blocks[group])
         found = pieces(ours, theirs, source, range(load.first, load.tokens), blocks)
         if not found.ours:
             return 0
         key = BlocksCacheKey(cluster_id, LEASES_MODEL + 1 + cache)
-        self._manager.pull_blocks(key, self._caches[cache].cache, found.theirs, found.ours)
+        self._side.manager.pull_blocks(key, self._side.caches[cache].cache, found.theirs, found.ours)
         return len(found.ours) * ours.piece_bytes * ours.layers
 
     def _check_lease(self, worker: Worker, lease: Lease) -> None:
@@ -91,7 +83,9 @@ class Puller:
         """
         at = next(self._scratch) % _SCRATCH
         self._seen[at] = 0
-        self._manager.pull_blocks(BlocksCacheKey(worker.cluster_id, LEASES_MODEL), self._seen_cache, [lease.slot], [at])
+        self._side.manager.pull_blocks(
+            BlocksCacheKey(worker.cluster_id, LEASES_MODEL), self._seen_cache, [lease.slot], [at]
+        )
         if int(self._seen[at]) != lease.value:
             text = (
                 f"its blocks at the prefill engine were freed before they were read: the lease of {lease.seconds:g} s "
@@ -104,29 +98,29 @@ class Puller:
         """Tell the prefill engine that this worker needs nothing of a request any more; a failure is logged."""
         if remote.lease is None:
             return
-        counts = reader_counts(self._facts, remote.facts)
-        reading = routes(self._facts, self._rank, remote.facts)
+        counts = self._side.reader_counts(remote.facts)
+        reading = self._side.routes(remote.facts)
         for rank, worker in enumerate(remote.workers):
-            if rank in reading or (counts[rank] == 0 and self._rank == 0):
+            if rank in reading or (counts[rank] == 0 and self._side.rank == 0):
                 self._tell(worker, Done(remote.lease.request, max(1, counts[rank])))
 
     def renew(self, remotes: Sequence[Remote]) -> None:
         """Ask to keep the blocks of requests that still wait; a failure is logged."""
         by_worker: dict[Worker, list[str]] = {}
         for remote in remotes:
-            for worker in remote.workers if remote.lease is not None and self._rank == 0 else ():
+            for worker in remote.workers if remote.lease is not None and self._side.rank == 0 else ():
                 by_worker.setdefault(worker, []).append(remote.lease.request if remote.lease else "")
         for worker, requests in by_worker.items():
             self._tell(worker, Renew(tuple(requests)))
 
     def _tell(self, worker: Worker, message: Done | Renew) -> None:
         try:
-            self._peers.send(self._peers.link(worker), message)
+            self._side.peers.send(self._side.peers.link(worker), message)
         except UnreachableError as error:
             logger.debug("%s is not told %r: %s", worker, message, error)
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_NOT_YET_LINK:
-                self._peers.lost(worker.cluster_id)
+                self._side.peers.lost(worker.cluster_id)
             logger.warning(
                 "A prefill worker was not told %r, and keeps the blocks until its lease ends: %s", message, error
             )

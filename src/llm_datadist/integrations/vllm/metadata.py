@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from llm_datadist.integrations.vllm.bases import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part

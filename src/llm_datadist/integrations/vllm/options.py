@@ -19,6 +19,14 @@ _OURS: Final = (
     "sync_kv_timeout",
 )
 
+_LONGEST: Final = 10_000_000
+_TIMES: Final = (
+    ("lease_seconds", (int, float), "a positive number"),
+    ("push_timeout_seconds", (int, float), "a positive number"),
+    ("transfer_timeout_ms", (int,), "a positive integer"),
+    ("link_timeout_ms", (int,), "a positive integer"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -34,7 +42,7 @@ class Options:
     """How long a prefill engine keeps blocks that nobody has read, and for which nobody has asked again."""
     transfer_timeout_ms: int = 10_000
     """For moving the KV of one request."""
-    link_timeout_ms: int = 3_000
+    link_timeout_ms: int = 10_000
     """For reaching the workers of another engine."""
     push_timeout_seconds: float = 600.0
     """How long a decode engine waits for a push."""
@@ -59,12 +67,12 @@ class Options:
             raise _wrong("mode", self.mode, "'pull' or 'push'")
         if not isinstance(self.host, str) or not self.host:
             raise _wrong("host", self.host, "an IP address of this machine")
-        if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
             raise _wrong("port", self.port, "a port, or 0")
-        for name in ("lease_seconds", "push_timeout_seconds", "transfer_timeout_ms", "link_timeout_ms"):
+        for name, kinds, wanted in _TIMES:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e7:  # noqa: PLR2004
-                raise _wrong(name, value, "a positive number")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < _LONGEST:
+                raise _wrong(name, value, f"{wanted} of less than {_LONGEST:,}")
         if not isinstance(self.populate, bool):
             raise _wrong("populate", self.populate, "true or false")
         if not isinstance(self.config, dict):
@@ -81,7 +89,7 @@ class Options:
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
         config.allow_multiple_instances = True
-        config.sync_kv_timeout = int(self.transfer_timeout_ms)
+        config.sync_kv_timeout = self.transfer_timeout_ms
         config.max_registered_addrs = max(240, 2 * tensors)
         for name, value in self.config.items():
             setattr(config, name, value)

@@ -71,6 +71,10 @@ class Peers:
             return False
         return True
 
+    def may_write(self, cluster_id: int) -> bool:
+        """Whether a worker may still write to memory of this one; it may be so for a while after its link has ended."""
+        return self._dist.is_reached_by(cluster_id)
+
     def condemn(self, cluster_id: int, seconds: float, why: str) -> None:
         """Do not link to a worker for some time: what it would do with a new link is not wanted any more."""
         with self._lock:

@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Executor
 
-    from llm_datadist.cache_manager import CacheManager
-    from llm_datadist.integrations.vllm.caches import Registered
+    from llm_datadist.integrations.vllm.caches import Side
     from llm_datadist.integrations.vllm.heads import Source
     from llm_datadist.integrations.vllm.messages import Cancel, Register
     from llm_datadist.integrations.vllm.orders import Hold, Part
-    from llm_datadist.integrations.vllm.params import Facts
-    from llm_datadist.integrations.vllm.peers import Peers
 
 _MAX_TRANSFERS: Final = 4096
 
@@ -80,17 +77,11 @@ class _Transfer:
 class Pusher:
     """Pushes of one worker. The engine's thread orders, threads of the pool push."""
 
-    def __init__(
-        self, manager: CacheManager, caches: Sequence[Registered], facts: Facts, rank: int, peers: Peers, pool: Executor
-    ) -> None:
-        self._manager = manager
-        self._caches = caches
-        self._facts = facts
-        self._rank = rank
-        self._peers = peers
+    def __init__(self, side: Side, pool: Executor) -> None:
+        self._side = side
         self._pool = pool
         self._where = {
-            layer: (cache, at) for cache, each in enumerate(caches) for layer, at in each.pages.layers.items()
+            layer: (cache, at) for cache, each in enumerate(side.caches) for layer, at in each.pages.layers.items()
         }
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
@@ -99,6 +90,8 @@ class Pusher:
         self._freed: set[str] = set()
         self.failed: Callable[[], None] = lambda: None
         """Called when a push has failed."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when ``freed`` may have something new."""
 
     # ------------------------------------------------------------ the engine's thread
 
@@ -169,6 +162,12 @@ class Pusher:
                 each.held, each.since = "", now  # who registers now is told
         return found
 
+    @property
+    def keeps(self) -> bool:
+        """Whether blocks of any request are kept for a push."""
+        with self._lock:
+            return any(each.held for each in self._transfers.values())
+
     def freed(self) -> set[str]:
         """Requests whose blocks are not needed any more; each is given once."""
         with self._lock:
@@ -179,7 +178,7 @@ class Pusher:
 
     def register(self, cluster_id: int, message: Register) -> None:
         """A decode worker wants a transfer."""
-        parts = routes(message.facts, message.rank, self._facts).get(self._rank, ())
+        parts = routes(message.facts, message.rank, self._side.facts).get(self._side.rank, ())
         with self._lock:
             if len(self._transfers) >= _MAX_TRANSFERS and message.transfer not in self._transfers:
                 logger.warning("Too many transfers are registered: %s is refused", message.transfer)
@@ -246,17 +245,18 @@ class Pusher:
             for cache, source in target.sources:
                 if cache == first.cache:
                     self._push_part(target, first, source, layers)
-        except (LLMException, ValueError) as error:
-            logger.error("A push to cluster %x has failed: %s", target.cluster_id, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the decode engine waits for an end
+            why = str(error) or repr(error)
+            logger.error("A push to cluster %x has failed: %s", target.cluster_id, why)
             self.failed()
-            return count, str(error)
+            return count, why
         return count, ""
 
     def _push_part(self, target: _Target, job: _Job, source: Source, layers: range) -> None:
         register = target.register
         if register is None:
             return
-        theirs, ours = register.facts.caches[job.cache], self._facts.caches[job.cache]
+        theirs, ours = register.facts.caches[job.cache], self._side.facts.caches[job.cache]
         begin = job.part.first // theirs.block_tokens * theirs.block_tokens  # all of a block that was not full
         span = range(max(register.first, begin), min(register.tokens, job.part.tokens))
         if not span:
@@ -266,8 +266,8 @@ class Pusher:
         if not found.ours:
             return
         key = BlocksCacheKey(target.cluster_id, LEASES_MODEL + 1 + job.cache)
-        cache = self._caches[job.cache].cache
-        self._manager.push_blocks(
+        cache = self._side.caches[job.cache].cache
+        self._side.manager.push_blocks(
             key, cache, found.theirs, found.ours, src_layer_range=layers, dst_layer_range=layers, tensor_num_per_layer=1
         )
 
@@ -276,12 +276,13 @@ class Pusher:
         transfer_id = target.register.transfer if target.register is not None else name
         message = Stopped(transfer_id, target.stop) if target.stop else Written(transfer_id)
         try:
-            self._peers.send(target.cluster_id, message)
+            self._side.peers.send(target.cluster_id, message)
         except LLMException as error:
             logger.warning("A decode worker was not told %r: %s", message, error)
         with self._lock:
             target.active, target.told = False, True
             self._finish(name, transfer)
+        self.changed()
 
     def _finish(self, name: str, transfer: _Transfer) -> None:
         if not transfer.over or not (transfer.held or transfer.stop):

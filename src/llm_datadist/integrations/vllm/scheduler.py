@@ -162,19 +162,28 @@ class Scheduler:
         tokens = self._claimed(request, remote)
         first = tokens - external
         request_id = request.request_id
-        transfer = "" if remote.lease is not None else str((request.kv_transfer_params or {}).get("transfer_id"))
         if external == 0:  # all of it was cached here
             self._waiting.pop(request_id, None)
-            if not transfer:
-                self._orders.releases.append(remote)
-                return
+            self._order_nothing(request, remote)
+            return
         wanted = self._wanted(self._config.select_transfer_block_ids(block_ids), first, tokens)
+        transfer, error = _transfer(request, remote), self._misfit(remote)
+        self._orders.loads.append(Load(request_id, remote, first, tokens, wanted, transfer, error))
+        self._loading.add(request_id)
+
+    def _misfit(self, remote: Remote) -> str:
         problems = [] if self._facts is None else contract.differences(self._facts, remote.facts)
-        error = f"the engines do not fit together: {'; '.join(problems)}" if problems else ""
-        load = Load(request_id, remote, first, tokens, wanted, transfer, error, reported=external > 0)
-        self._orders.loads.append(load)
-        if external:
-            self._loading.add(request_id)
+        return f"the engines do not fit together: {'; '.join(problems)}" if problems else ""
+
+    def _order_nothing(self, request: Request, remote: Remote) -> None:
+        """Have the prefill engine know that nobody needs the KV of a request."""
+        if remote.lease is not None:
+            self._orders.releases.append(remote)
+            return
+        if not self._misfit(remote):  # otherwise it frees the blocks in its own time
+            nothing = tuple(() for _ in self._block_tokens)
+            load = Load(request.request_id, remote, 0, 0, nothing, _transfer(request, remote), reported=False)
+            self._orders.loads.append(load)
 
     def _wanted(self, block_ids: Sequence[Sequence[int]], first: int, tokens: int) -> Blocks:
         """For each group the blocks from token ``first`` on; 0 for those before, and those behind a sliding window."""
@@ -236,8 +245,8 @@ class Scheduler:
         if params.get("do_remote_prefill"):  # it never got blocks
             params["do_remote_prefill"] = False
             remote = self._remotes.pop(request_id, None)
-            if remote is not None and remote.lease is not None:
-                self._orders.releases.append(remote)
+            if remote is not None:
+                self._order_nothing(request, remote)
         elif request_id in self._loading:
             self._orders.cancelled.append(request_id)
         return False, None
@@ -289,6 +298,11 @@ class Scheduler:
         serving = self._serving.pop(request_id, None)
         if serving is not None and serving.slot >= 0:
             self._slots.append(serving.slot)
+
+
+def _transfer(request: Request, remote: Remote) -> str:
+    """Under which id a request's KV is pushed; empty if it is pulled."""
+    return "" if remote.lease is not None else str((request.kv_transfer_params or {}).get("transfer_id"))
 
 
 def _remote(request: Request, params: Mapping[str, Any]) -> Remote | None:

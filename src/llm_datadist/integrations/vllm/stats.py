@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
+
+from llm_datadist.integrations.vllm.bases import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -34,7 +34,8 @@ _THREADS: Final = 16
 """Most that wait for peers at a time; they exist only once so many loads have run at a time."""
 _MAIL_TIMEOUT_MS: Final = 600_000
 _IDLE_WAIT_S: Final = 0.002
-"""An engine that has nothing to compute waits this long for a load that it has just begun; vLLM would sleep instead."""
+"""An engine that has nothing to compute waits this long for the end of a load or a lease, instead of going round: its
+cores are needed by the other half of the transfer. A request that arrives meanwhile waits for it too."""
 
 
 @dataclasses.dataclass
@@ -84,12 +85,14 @@ class Worker:
         desc = CacheDesc(1, [SLOTS, 1], DataType.DT_UINT64)
         key = BlocksCacheKey(self._cluster_id, caches.LEASES_MODEL)
         manager.register_blocks_cache(desc, [self._leases.generations.ctypes.data], key, remote_accessible=True)
-        self._peers = Peers(dist, int(self._options.link_timeout_ms))
-        self._puller = Puller(manager, registered, facts, self._rank, self._peers)
-        self._pusher = Pusher(manager, registered, facts, self._rank, self._peers, self._pool)
+        self._peers = Peers(dist, self._options.link_timeout_ms)
+        side = caches.Side(manager, registered, facts, self._rank, self._peers)
+        self._puller = Puller(side)
+        self._pusher = Pusher(side, self._pool)
         self._pusher.failed = self._push_failed
+        self._pusher.changed = self._wake
         timeout_s = float(self._options.push_timeout_seconds)
-        self._arrivals = Arrivals(facts, self._rank, self._peers, timeout_s, self._ended)
+        self._arrivals = Arrivals(side, timeout_s, self._ended)
         if dist.listen_address is None:
             raise RuntimeError("the transfer library does not listen")
         host, port = dist.listen_address
@@ -151,11 +154,23 @@ class Worker:
                 self._options.lease_seconds,
             )
         with self._changed:
-            if orders is not None and orders.idle and self._running and not self._results.received:
+            sent = self._freed()
+            if orders is not None and orders.idle and not sent and not self._results.received and self._expects():
                 self._changed.wait(_IDLE_WAIT_S)
             found, self._results = self._results, Results()
-        found.sent |= self._leases.over() | self._pusher.freed()
+        found.sent |= sent or self._freed()
         return found
+
+    def _freed(self) -> set[str]:
+        return self._leases.over() | self._pusher.freed()
+
+    def _expects(self) -> bool:
+        """Whether somebody else will end something."""
+        return self._running > 0 or self._leases.kept or self._pusher.keeps
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _look_around(self) -> None:
         """Once a second, while pushes are expected; this is called in every step, and there are steps meanwhile."""
@@ -230,7 +245,10 @@ class Worker:
             except (LLMException, RuntimeError):  # finalized
                 return
             for each in received:
-                self._received(each.cluster_id, each.message)
+                try:
+                    self._received(each.cluster_id, each.message)
+                except Exception:  # noqa: BLE001 - one that makes no sense must not be the last that is read
+                    logger.exception("A message of cluster %x has failed", each.cluster_id)
 
     def _received(self, sender: int, data: bytes) -> None:
         message = messages.decode(data)
@@ -245,8 +263,10 @@ class Worker:
         elif isinstance(message, Renew):
             self._leases.renew(message.requests)
         elif isinstance(message, Done):
-            if not self._leases.release(message.request, message.readers):
-                with self._changed:
+            known = self._leases.release(message.request, message.readers)
+            with self._changed:
+                if not known:
                     self._stats.count("late_notices")
+                self._changed.notify_all()
         else:
             logger.warning("A peer has sent a message that this worker does not know: %r", data[:64])

@@ -102,6 +102,11 @@ class Leases:
                 self._end(request)
             return found
 
+    @property
+    def kept(self) -> bool:
+        """Whether blocks of any request are kept, or will be."""
+        return bool(self._leases)
+
     def over(self) -> set[str]:
         """Requests whose blocks are not needed any more; each is given once."""
         with self._lock:

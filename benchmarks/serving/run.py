@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Prefill and decode apart with vLLM: what it adds to the time to first token, and how long KV takes to move.
+
+A single engine, a pair with this library and a pair with a tuned NixlConnector live at a time. Every prompt goes to
+each of them in turns; each round has new prompts, so that no prefix cache helps. Run it with the Python of
+docs/vllm.md, with NIXL added, on a machine that does nothing else:
+
+    .venv-vllm/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+    .venv-vllm/bin/python benchmarks/serving/run.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+_HERE: Final = Path(__file__).resolve().parent
+sys.path.insert(0, str(_HERE.parents[1] / "examples" / "vllm_pd"))
+
+from client import Client
+from engines import Engine, free_port, ours, stop_on_signals
+from model import prepare
+from prompts import LONG, SHORT, prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SINGLE, AGAIN = "single", "single, same prompt again"
+PULL, PUSH, NIXL = "pull", "push", "nixl"
+TOKENS: Final = 8
+KINDS: Final = {SHORT: "5 to 16 tokens", LONG: "1,500 tokens"}
+SECONDS: Final = {
+    PULL: "vllm:llm_datadist_transfer_seconds",
+    PUSH: "vllm:llm_datadist_transfer_seconds",
+    NIXL: "vllm:nixl_xfer_time_seconds",
+}
+_IDLE_S: Final = 10.0
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclasses.dataclass
+class Contestant:
+    """Who answers prompts: one engine, or a prefill and a decode engine."""
+
+    name: str
+    engines: list[Engine]
+    remote: Any = None
+    """For pushes: what the prefill engine tells about itself."""
+
+    async def first_token(self, client: Client, text: str) -> float:
+        """Seconds until it has come."""
+        prefill, decode = self.engines[0].url, self.engines[-1].url
+        if self.name == PUSH:
+            self.remote = self.remote or await client.describe(prefill)
+            return (await client.push(decode, prefill, self.remote, text, TOKENS)).ttft
+        return (await client.complete(decode, text, TOKENS, "" if self.name == SINGLE else prefill)).ttft
+
+    def moved(self) -> tuple[float, float]:
+        """Seconds and number of all transfers, as vLLM's metrics tell."""
+        if self.name not in SECONDS:
+            return 0.0, 0.0
+        with urllib.request.urlopen(f"{self.engines[-1].url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        pattern = rf"^{SECONDS[self.name]}_(sum|count){{.*}} (\S+)$"
+        found = {"sum": 0.0, "count": 0.0}
+        for name, value in re.findall(pattern, text, re.MULTILINE):
+            found[name] += float(value)
+        return found["sum"], found["count"]
+
+
+Samples = dict[tuple[str, str], list[float]]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tcp", action="store_true", help="all transfers over TCP on loopback")
+    parser.add_argument("--with", dest="names", nargs="+", choices=(PULL, PUSH, NIXL), default=(PULL, NIXL))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llm-datadist-vllm-pd")
+    options = parser.parse_args()
+    stop_on_signals()
+    model = prepare(options.folder / "model")
+    logs = options.folder / "serving"
+    logs.mkdir(parents=True, exist_ok=True)
+    contestants = [_contestant(name, model, logs, tcp=options.tcp) for name in (SINGLE, *options.names)]
+    try:
+        for each in contestants:
+            for engine in each.engines:
+                environment = _environment(tcp=options.tcp) if each.name == NIXL else {}
+                engine.start("--dtype", options.dtype, environment=environment).wait()
+        ttft, moved = asyncio.run(_measure(contestants, model, options.rounds))
+        _report(ttft, moved, options.names)
+        _report_idle(contestants)
+    finally:
+        for each in contestants:
+            for engine in each.engines:
+                engine.stop()
+    return 0
+
+
+def _contestant(name: str, model: Path, logs: Path, *, tcp: bool) -> Contestant:
+    if name == SINGLE:
+        return Contestant(name, [Engine(name, model, logs)])
+    roles = ("kv_producer", "kv_consumer")
+    if name == NIXL:
+        transfer = {"kv_connector": "TunedNixlConnector", "kv_connector_module_path": "tuned_nixl"}
+        return Contestant(
+            name, [Engine(f"{name}-{each}", model, logs, {**transfer, "kv_role": each}) for each in roles]
+        )
+    extra = {"mode": name, **({"config": {"paths": "tcp"}} if tcp else {})}
+    return Contestant(name, [Engine(f"{name}-{role}", model, logs, ours(role, **extra)) for role in roles])
+
+
+def _environment(*, tcp: bool) -> dict[str, str]:
+    found = {"PYTHONPATH": str(_HERE), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return {**found, "UCX_TLS": "tcp"} if tcp else found
+
+
+async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> tuple[Samples, Samples]:
+    client = Client()
+    ttft: Samples = {}
+    moved: Samples = {}
+    try:
+        for turn in range(rounds + 1):  # the first one warms up
+            texts = prompts(model, seed=turn)
+            for kind, several in ((SHORT, texts[SHORT]), (LONG, texts[LONG][-2:])):
+                for at, text in enumerate(several):
+                    first = at % len(contestants)
+                    for each in contestants[first:] + contestants[:first]:
+                        before = each.moved()
+                        _note(ttft, turn, kind, each.name, await each.first_token(client, text))
+                        _note(moved, turn, kind, each.name, await _grown(each, before))
+                    _note(ttft, turn, kind, AGAIN, await contestants[0].first_token(client, text))
+            sys.stderr.write(f"\rround {turn} of {rounds}")
+        sys.stderr.write("\n")
+    finally:
+        await client.close()
+    return ttft, moved
+
+
+def _note(samples: Samples, turn: int, kind: str, name: str, value: float) -> None:
+    if turn and value:
+        samples.setdefault((kind, name), []).append(value)
+
+
+async def _grown(contestant: Contestant, before: tuple[float, float]) -> float:
+    """Seconds of the transfer since ``before``; 0 if there was none."""
+    for _ in range(20 if contestant.name in SECONDS else 0):
+        seconds, count = contestant.moved()
+        if count > before[1]:
+            return (seconds - before[0]) / (count - before[1])
+        await asyncio.sleep(0.05)
+    return 0.0
+
+
+def _report(ttft: Samples, moved: Samples, names: Iterable[str]) -> None:
+    for kind, what in KINDS.items():
+        alone = ttft[kind, SINGLE]
+        print(f"TTFT, {what}: single {_shown(alone)} ms, n={len(alone)}")
+        print(f"  {AGAIN}: {_shown(ttft[kind, AGAIN])} ms")
+        for name in names:
+            added = [a - b for a, b in zip(ttft[kind, name], alone, strict=True)]
+            print(f"  {name} adds {_shown(added)} ms; moving KV {_shown(moved[kind, name])} ms")
+
+
+def _shown(seconds: list[float]) -> str:
+    low, middle, high = statistics.quantiles([1e3 * each for each in seconds], n=4)
+    return f"{middle:.2f} ({low:.2f}..{high:.2f})"
+
+
+def _report_idle(contestants: Iterable[Contestant]) -> None:
+    print(f"CPU of the busiest thread of idle engines, in {_IDLE_S:g} s:")
+    for each in contestants:
+        before = _threads(each.engines)
+        time.sleep(_IDLE_S)
+        after = _threads(each.engines)
+        used = {name: 100 * (ticks - before.get(name, 0)) / _TICKS / _IDLE_S for name, ticks in after.items()}
+        name = max(used, key=lambda key: used[key])
+        print(f"  {each.name}: {used[name]:.1f} % ({name}), {len(after)} threads")
+
+
+def _threads(engines: Iterable[Engine]) -> dict[str, int]:
+    """Ticks of every thread of the engines' processes."""
+    sessions = {str(engine.pid) for engine in engines}
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:  # it has ended
+            continue
+        fields = text[text.rindex(")") + 2 :].split()
+        if fields[3] in sessions:
+            found[f"{path.parts[4]} {text[text.index('(') + 1 : text.rindex(')')]}"] = int(fields[11]) + int(fields[12])
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""Faults between a real prefill and a real decode engine of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from serving_kit import LEASE_S, Pair, begin, metric, resources, run
+
+from until import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from client import Answer, Client
+
+TOGETHER = 4
+
+
+def texts(model: Path, seed: int) -> dict[str, list[str]]:
+    from prompts import prompts  # noqa: PLC0415 - of the example, which needs vLLM's environment
+
+    return prompts(model, seed)
+
+
+def reads(pair: Pair) -> None:
+    if pair.mode == "push":
+        pytest.skip("nothing is read in push mode")
+
+
+def idle(pair: Pair) -> bool:
+    return metric(pair.prefill, "kv_cache_usage_perc") == 0 == metric(pair.decode, "kv_cache_usage_perc")
+
+
+async def many(pair: Pair, client: Client, prompts: Sequence[str], cancelled: float, seed: int) -> list[Answer]:
+    """Send them, some at a time; a part of them is given up at random moments."""
+    random_ = random.Random(seed)
+    places = asyncio.Semaphore(TOGETHER)
+    delays = [random_.uniform(0.0, 0.3) if random_.random() < cancelled else None for _ in prompts]
+
+    async def one(prompt: str, delay: float | None) -> Answer | None:
+        async with places:
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(pair.complete(client, prompt), delay)
+        return None
+
+    found = await asyncio.gather(*(one(prompt, delay) for prompt, delay in zip(prompts, delays, strict=True)))
+    answers = [each for each in found if each is not None]
+    assert len(answers) >= delays.count(None)
+    return answers
+
+
+def test_cancelled_requests_leave_nothing_behind(pair: Pair, model: Path) -> None:
+    several = [text for seed in range(8) for text in texts(model, seed)["short"]]
+    several += [text for seed in range(2) for text in texts(model, seed)["middle"][1:5]]
+    before = {}
+    for turn in range(2):  # the first hundred makes threads and connections that stay
+        answers = run(lambda client, turn=turn: many(pair, client, several[:100], 0.2, turn))
+        assert all(len(each.tokens) == TOGETHER for each in answers)
+        until(lambda: idle(pair), 2 * LEASE_S + 20)
+        after = {engine.name: resources(engine) for engine in (pair.prefill, pair.decode)}
+        for name, (descriptors, threads) in before.items():
+            assert after[name][0] <= descriptors + 2, (before, after)
+            assert after[name][1] <= threads + 2, (before, after)
+        before = after
+
+
+def test_a_killed_prefill_engine_is_replaced(pair: Pair, model: Path) -> None:
+    prompts = texts(model, 21)["middle"][:6]
+    right = run(lambda client: many_plain(client, pair.decode.url, prompts))
+
+    async def with_a_kill(client: Client) -> list[Answer | BaseException]:
+        tasks = [asyncio.ensure_future(pair.complete(client, f"{n} {prompt}")) for n, prompt in enumerate(prompts)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        pair.prefill.kill()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = run(with_a_kill)
+    assert all(isinstance(each, (BaseException,)) or len(each.tokens) == TOGETHER for each in found)
+    until(lambda: metric(pair.decode, "kv_cache_usage_perc") == 0, 60)
+    pair.start_one(pair.prefill)
+    before = metric(pair.decode, "llm_datadist_transfer_seconds_count")
+    again = run(lambda client: many(pair, client, [f"again {each}" for each in prompts], 0.0, 0))
+    expected = run(lambda client: many_plain(client, pair.prefill.url, [f"again {each}" for each in prompts]))
+    assert [each.tokens for each in again] == expected
+    until(lambda: metric(pair.decode, "llm_datadist_transfer_seconds_count") > before, 30)
+    assert run(lambda client: many_plain(client, pair.decode.url, prompts)) == right
+
+
+async def many_plain(client: Client, url: str, prompts: Sequence[str]) -> list[list[int]]:
+    """The tokens of an engine that has computed everything itself."""
+    return [(await client.complete(url, prompt, TOGETHER)).tokens for prompt in prompts]
+
+
+def test_a_killed_decode_engine_costs_no_blocks(pair: Pair, model: Path) -> None:
+    prompts = [f"killed {text}" for text in texts(model, 22)["middle"][:6]]
+
+    async def with_a_kill(client: Client) -> None:
+        tasks = [asyncio.ensure_future(pair.complete(client, prompt, 200)) for prompt in prompts]
+        await asyncio.wait(tasks, timeout=1.0)
+        pair.decode.kill()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(with_a_kill)
+    until(lambda: metric(pair.prefill, "kv_cache_usage_perc") == 0, 4 * LEASE_S + 30)
+    pair.start_one(pair.decode)
+    answers = run(lambda client: many(pair, client, [f"after {each}" for each in prompts], 0.0, 0))
+    expected = run(lambda client: many_plain(client, pair.prefill.url, [f"after {each}" for each in prompts]))
+    assert [each.tokens for each in answers] == expected
+
+
+def test_what_is_read_too_late_is_computed_again(pair: Pair, model: Path) -> None:
+    reads(pair)
+    prompt, *others = (f"late {text}" for text in texts(model, 23)["middle"])
+    expired = metric(pair.prefill, "llm_datadist_expired_leases_total")
+    failed = metric(pair.decode, "llm_datadist_failed_loads_total")
+    params = run(lambda client: begin(client, pair.prefill, prompt))
+    until(lambda: metric(pair.prefill, "llm_datadist_expired_leases_total") > expired, 4 * LEASE_S + 30)
+    run(lambda client: many_plain(client, pair.prefill.url, others))  # its blocks may be theirs now
+    answer = run(lambda client: client.complete(pair.decode.url, prompt, TOGETHER, kv_transfer_params=params))
+    (expected,) = run(lambda client: many_plain(client, pair.prefill.url, [prompt]))
+    assert answer.tokens == expected
+    until(lambda: metric(pair.decode, "llm_datadist_failed_loads_total") == failed + 1, 30)
+
+
+def test_other_blocks_are_refused_and_computed_again(pair: Pair, model: Path, tmp_path: Path) -> None:
+    reads(pair)
+    prompt = f"blocks {texts(model, 24)['middle'][3]}"
+    failed = metric(pair.decode, "llm_datadist_failed_loads_total")
+    other = Pair(model, tmp_path, "pull")
+    try:
+        other.start_one(other.prefill, "--block-size", "64")
+        params = run(lambda client: begin(client, other.prefill, prompt))
+        answer = run(lambda client: client.complete(pair.decode.url, prompt, TOGETHER, kv_transfer_params=params))
+    finally:
+        other.prefill.stop()
+    (expected,) = run(lambda client: many_plain(client, pair.prefill.url, [prompt]))
+    assert answer.tokens == expected
+    until(lambda: metric(pair.decode, "llm_datadist_failed_loads_total") == failed + 1, 30)
+    assert "the engines do not fit together" in pair.decode.log.read_text()

@@ -230,14 +230,15 @@ class Agent:
                 message = "this engine has been finalized"
                 raise NixlUnavailableError(message)
             found = {region: self.registrations.of_region(region) for region in wanted}
-            ranges = {begin_end for begin_end in found.values() if begin_end is not None}
-            keys = self.registrations.descriptors([self._table, *sorted(ranges - {self._table})])
+            told = {region: begin_end for region, begin_end in found.items() if begin_end is not None}
+            keys = self.registrations.descriptors([self._table, *sorted(set(told.values()) - {self._table})])
             return AgentInfo(
                 name=self.name,
                 metadata=self.native.getLocalPartialMD(keys, True, [self.backend]),  # noqa: FBT003 - not ours
                 table=self._table[0],
                 generation=self.registrations.generation,
-                regions=[region for region, begin_end in found.items() if begin_end is not None],
+                regions=list(told),
+                ranges=list(told.values()),
             )
 
     def covers(self, base: int, begin: int, end: int) -> bool:

@@ -186,11 +186,6 @@ class Agent:
         try:
             self.native: Any = self.bindings.nixlAgent(self.name, _config(self.bindings))
             self.backend: int = self.native.createBackend(options.backend, dict(options.params))
-            self._connection = self.native.getLocalPartialMD(
-                self.bindings.nixlRegDList(self.bindings.DRAM_SEG, []),
-                True,  # noqa: FBT003 - not ours
-                [self.backend],
-            )
         except Exception as error:
             message = f"NIXL cannot start its backend {options.backend}: {error}"
             hint = "see LLMConfig.nixl_backend and nixl_params, and what NIXL says with NIXL_LOG_LEVEL=INFO"

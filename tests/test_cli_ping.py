@@ -85,7 +85,7 @@ def test_every_path_is_probed_and_measured(peers: Peers) -> None:
     assert (found["remote_accessible"], found["authenticated"], found["encrypted"]) == (True, False, False)
     assert told["tried"][0]["address"] == text(peer.address)
     paths = {each["name"]: each for each in found["paths"]}
-    assert list(paths) == ["inprocess", "process_vm", "mapped", "tcp"]
+    assert list(paths) == ["inprocess", "process_vm", "mapped", "nixl", "tcp"]
     assert paths["inprocess"]["reason"] == "the peer is another process"
     for name in ("process_vm", "mapped", "tcp"):
         figures = paths[name]["figures"]

@@ -228,6 +228,7 @@ def test_explain(peers: Peers) -> None:
         "inprocess": False,
         "process_vm": False,
         "mapped": False,
+        "nixl": False,
     }
     text = str(report)
     assert "the peer is another process" in text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMStatusCode
 from nixl_kit import SHARED_MEMORY, TCP, TRANSPORTS, needs_nixl, process_with
 from peers import GUARD, TIMEOUT_S, Node
 from test_faults import go_on, moves, stop
@@ -150,24 +150,71 @@ def test_an_idle_process_hardly_uses_a_core(peers: Peers) -> None:
     assert max(peer.call(idle_cpu) for peer in (caller, victim)) < 0.1
 
 
-def registered_again(node: Node, seed: int) -> None:
-    """In the child: the same memory, as another cache."""
-    node.unregister("mine")
-    node.register_blocks("mine", 1, BLOCKS, BLOCK_BYTES, model_id=0, seed=seed)
+def register_part(node: Node, first: int, count: int) -> None:
+    """In the child: some of the blocks of the same memory, as another cache."""
+    if "part" in node.extra:
+        node.manager.unregister_cache(node.extra.pop("part").cache_id)
+    memory = node.extra.setdefault("memory", np.random.default_rng(5).bytes(BLOCKS * BLOCK_BYTES))
+    base = np.frombuffer(memory, dtype=np.uint8).ctypes.data + first * BLOCK_BYTES
+    desc = CacheDesc(1, [count, BLOCK_BYTES], DataType.DT_UINT8)
+    node.extra["part"] = node.manager.register_blocks_cache(desc, [base], BlocksCacheKey(VICTIM, 0))
 
 
-def test_memory_that_is_registered_again(peers: Peers) -> None:
-    """Keys of what was there before are not used, also where there is RDMA, so that they would be wrong."""
-    caller = make(peers, SURVIVOR, SHARED_MEMORY)
-    victim = make(peers, VICTIM, SHARED_MEMORY)
-    victim.call(as_with_rdma)
+def part_is_right(node: Node, first: int, count: int) -> bool:
+    """In the child: all of it pulled at once, and then some blocks one by one, is what the peer has there."""
+    key, cache, blocks = BlocksCacheKey(VICTIM, 0), node.caches["mine"], list(range(count))
+    wanted = np.frombuffer(np.random.default_rng(5).bytes(BLOCKS * BLOCK_BYTES), dtype=np.uint8)
+    wanted = wanted[first * BLOCK_BYTES : (first + count) * BLOCK_BYTES]
+    node.manager.pull_blocks(key, cache, blocks, blocks)
+    right = bool((content(node)[: len(wanted)] == wanted).all())
+    for block in blocks[:4]:
+        node.manager.pull_blocks(key, cache, [block], [count - 1 - block])
+    ours = content(node).reshape(BLOCKS, BLOCK_BYTES)
+    theirs = wanted.reshape(count, BLOCK_BYTES)
+    return right and all(bool((ours[count - 1 - block] == theirs[block]).all()) for block in blocks[:4])
+
+
+@pytest.mark.parametrize("rdma", [False, True], ids=["as it is", "as with RDMA"])
+def test_memory_that_is_registered_again(peers: Peers, rdma: bool) -> None:
+    """The same addresses, and others that overlap them: what was known of those before is not used."""
+    caller, victim = (make(peers, cluster_id, SHARED_MEMORY) for cluster_id in (SURVIVOR, VICTIM))
+    if rdma:
+        victim.call(as_with_rdma)
     caller.call(big, 1)
-    victim.call(big, 2)
+    for number, part in enumerate(((8, 16), (8, 16), (0, 64), (16, 40), (0, 20))):
+        victim.call(register_part, *part)
+        if not number:
+            assert caller.link(victim) == OK
+        assert caller.call(part_is_right, *part)
+
+
+def register_overlapping(node: Node) -> None:
+    """In the child: three caches of the same memory, the largest last."""
+    memory = node.extra["memory"] = np.ones(BLOCKS * BLOCK_BYTES, dtype=np.uint8)
+    for model_id, (first, count) in enumerate(((8, 16), (16, 24), (0, 64))):
+        desc = CacheDesc(1, [count, BLOCK_BYTES], DataType.DT_UINT8)
+        base = memory.ctypes.data + first * BLOCK_BYTES
+        node.manager.register_blocks_cache(desc, [base], BlocksCacheKey(VICTIM, model_id))
+
+
+def pull_all_models(node: Node) -> bool:
+    """In the child: from each of them, also after the others have been used."""
+    for model_id in (0, 1, 2, 1, 0):
+        node.arenas["mine"].memory[0][:] = 0
+        key, blocks = BlocksCacheKey(VICTIM, model_id), list(range(16))
+        node.manager.pull_blocks(key, node.caches["mine"], blocks, blocks)
+        if not (content(node)[: 16 * BLOCK_BYTES] == 1).all():
+            return False
+    return True
+
+
+def test_caches_that_overlap(peers: Peers) -> None:
+    """NIXL finds what is registered only if nothing of it overlaps."""
+    caller, victim = (make(peers, cluster_id, SHARED_MEMORY) for cluster_id in (SURVIVOR, VICTIM))
+    caller.call(big, 1)
+    victim.call(register_overlapping)
     assert caller.link(victim) == OK
-    for seed in range(3):
-        assert caller.call(attempt, "pull_blocks")[0] == "LLM_SUCCESS"
-        assert (caller.call(content) == victim.call(content)).all()
-        victim.call(registered_again, seed)
+    assert caller.call(pull_all_models)
 
 
 def as_with_rdma(_node: Node) -> None:

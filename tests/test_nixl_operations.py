@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,6 +63,35 @@ def in_host(wire: Wire) -> Callable[[], object]:
     """In a child: that host, and TCP of UCX alone."""
     host = wire.host
     return in_turn(functools.partial(enter, host.name, str(host.boot_id)), functools.partial(use_ucx, TCP))
+
+
+def elsewhere(wire: Wire) -> Callable[[], object]:
+    """In a child: that host, and the loopback interface alone for UCX."""
+    return in_turn(in_host(wire), loopback_only)
+
+
+def loopback_only() -> None:
+    """In a child."""
+    os.environ["UCX_NET_DEVICES"] = "lo"
+
+
+def test_hosts_between_which_it_does_not_work() -> None:
+    """The link takes the next path, well before its own time is over."""
+    with network() as net, contextlib.closing(Peers()) as peers:
+        here, there = net.pair()
+        properties: dict[str, Any] = {"paths": "nixl,tcp"}
+        address = f"{there.address}:0"
+        server = peers.make(1, process=peers.process(elsewhere(there)), listen_ip_info=address, **properties)
+        client = peers.make(2, process=peers.process(elsewhere(here)), listen=False, **properties)
+        with_caches(server, client)
+        assert client.link(server) == OK
+        client.call(pull_one, 1)
+        server.call(pull_one, 2)
+        report = client.call(explain, 1)
+        assert report.path == "tcp"
+        assert "NIXL does not reach the peer" in str(report)
+        client.call("finalize")
+        server.call("finalize")
 
 
 def test_between_two_hosts() -> None:

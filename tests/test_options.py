@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROLE = {"llm.Role": "Prompt"}
 HIXL = {"llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "1"}
-PATHS = ("inprocess", "process_vm", "mapped", "tcp")
+PATHS = ("inprocess", "process_vm", "mapped", "nixl", "tcp")
 TOO_LONG = "9" * 5000
 
 
@@ -71,6 +71,7 @@ def test_defaults() -> None:
         "allow_insecure_remote": False,
         "heartbeat_interval_ms": 10_000,
         "heartbeat_timeout_ms": 60_000,
+        "nixl": {"backend": "UCX", "params": (), "wanted": False, "encrypted": False},
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)
     assert EngineOptions() == EngineOptions.parse(ROLE)
@@ -323,7 +324,7 @@ def test_max_registered_addrs_is_limited(value: str) -> None:
         ("tcp", ("tcp",)),
         ("tcp,process_vm", ("tcp", "process_vm")),
         (" tcp , inprocess ", ("tcp", "inprocess")),
-        ("inprocess,process_vm,mapped,tcp", PATHS),
+        ("inprocess,process_vm,mapped,nixl,tcp", PATHS),
     ],
 )
 def test_paths(monkeypatch: pytest.MonkeyPatch, value: str, paths: tuple[str, ...]) -> None:

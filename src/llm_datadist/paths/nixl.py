@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _PART_SPANS: Final = 4096
 _PART_BYTES: Final = 16 << 20
 """Of one request: what may still move when the deadline has passed."""
+_CONNECT_S: Final = 5.0
 _AHEAD: Final = 2
 """Requests of a transfer that are under way at a time."""
 
@@ -110,6 +111,15 @@ class NixlPath(Path):
             raise PeerGoneError(message)
         return Flight(self, self.remote.enter(self._ask, deadline), deadline)
 
+    def reach(self, deadline: Deadline) -> None:
+        """Connect, and read the peer's table: where NIXL cannot, that may take for ever, and another path is wanted.
+
+        Raises:
+            PathError: it does not work, or takes too long.
+        """
+        with self.begin(deadline) as flight:
+            self.remote.head(flight.look, flight.run)
+
     def _move(self, flight: Flight, spans: Spans, epoch: int, deadline: Deadline, *, writing: bool) -> None:
         remote, look, regions = self.remote, flight.look, spans.regions
         view, seen = remote.check(regions, epoch, look, flight.run)
@@ -124,6 +134,7 @@ class NixlPath(Path):
         except PathError as error:
             error.quiescent = flight.settle()
             if isinstance(error, ConnectionLostError):
+                remote.lost()
                 error.quiescent = not writing  # what was under way may still arrive there
             elif error.quiescent:
                 with contextlib.suppress(PathError, StaleEpochError):
@@ -252,4 +263,11 @@ class Nixl(Transport):
             raise PathRejectedError(message)
         remote = attach(agent, told.name)
         remote.on_devices |= on_devices
-        return NixlPath(agent, remote, context, context.ask)
+        path = NixlPath(agent, remote, context, context.ask)
+        try:
+            path.reach(deadline.at_most(min(_CONNECT_S, deadline.remaining() / 2)))
+        except (PathError, NixlUnavailableError) as error:
+            path.close()
+            message = f"NIXL does not reach the peer: {error}"
+            raise PathRejectedError(message) from error
+        return path

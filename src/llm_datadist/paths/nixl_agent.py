@@ -211,11 +211,6 @@ class Agent:
         try:
             self.native: Any = self.bindings.nixlAgent(self.name, _config(self.bindings))
             self.backend: int = self.native.createBackend(options.backend, dict(options.params))
-            self._connection = self.native.getLocalPartialMD(
-                self.bindings.nixlRegDList(self.bindings.DRAM_SEG, []),
-                True,  # noqa: FBT003 - not ours
-                [self.backend],
-            )
         except Exception as error:
             message = f"NIXL cannot start its backend {options.backend}: {error}"
             hint = "see LLMConfig.nixl_backend and nixl_params, and what NIXL says with NIXL_LOG_LEVEL=INFO"
@@ -255,15 +250,16 @@ class Agent:
                 message = "this engine has been finalized"
                 raise NixlUnavailableError(message)
             found = {region: self.registrations.of_region(region) for region in wanted}
-            ranges = {begin_end for begin_end in found.values() if begin_end is not None}
-            on_host, on_devices = self.registrations.apart(ranges - {self._table})
+            told = {region: begin_end for region, begin_end in found.items() if begin_end is not None}
+            on_host, on_devices = self.registrations.apart(set(told.values()) - {self._table})
             return AgentInfo(
                 name=self.name,
                 metadata=self._keys([self._table, *on_host]),
                 device_metadata=self._keys(on_devices) if on_devices else b"",
                 table=self._table[0],
                 generation=self.registrations.generation,
-                regions=[region for region, begin_end in found.items() if begin_end is not None],
+                regions=list(told),
+                ranges=list(told.values()),
             )
 
     def _keys(self, ranges: Sequence[tuple[int, int]]) -> bytes:

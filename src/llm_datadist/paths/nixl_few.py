@@ -38,7 +38,7 @@ class _Blocks:
     """Blocks of each tensor in it."""
     there: int
     theirs: int
-    finalizers: list[weakref.finalize[[int], OneRequest]]
+    finalizers: Sequence[weakref.finalize[..., OneRequest]]
 
     def discard(self) -> None:
         """Give both lists back."""

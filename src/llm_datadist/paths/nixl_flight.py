@@ -106,8 +106,9 @@ class Flight:
             first, self._left = not self._left, True
         if first:
             self._remote.abandon()
-            self.at_end(self._path.context.linger())
-            self._path.hold(self)
+            if self.bases:  # else nothing but the peer's table is read, into memory of the agent
+                self.at_end(self._path.context.linger())
+                self._path.hold(self)
         reuse = self._live.pop(handle)
 
         def ended() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -87,8 +86,3 @@ def load(options: NixlOptions) -> Any:
     except Exception as error:
         message = f"NIXL is installed ({package}), but cannot be loaded: {error}"
         raise NixlUnavailableError(message, f"install it anew: {INSTALL}") from error
-
-
-def process_is(pid: int) -> bool:
-    """Whether this is still the process with that pid, not a fork of it."""
-    return os.getpid() == pid

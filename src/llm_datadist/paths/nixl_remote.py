@@ -135,7 +135,7 @@ class Remote:
         self._table = 0
         self._generation = 0
         self._keys: dict[int, tuple[int, int]] = {}
-        """Regions whose keys are known, and from where to where they are."""
+        """Regions whose keys are known, and from where to where memory is registered with them."""
         self._looks: list[Look] = []
         self._mirror: U64 = np.zeros((CAPACITY, ROW_BYTES // 8), dtype=np.uint64)
         self._view = RegionView(self._mirror)
@@ -274,6 +274,9 @@ class Remote:
         if not isinstance(answer, messages.Agent) or answer.name != self.name:
             message = f"the peer answered with {type(answer).__name__}, not with what it has said before"
             raise PathError(message)
+        if len(answer.regions) != len(answer.ranges):
+            message = "the peer tells of regions without saying where they are registered"
+            raise PathError(message)
         return answer
 
     def need(self, regions: Sequence[int], ask: Ask, deadline: Deadline) -> None:
@@ -292,19 +295,18 @@ class Remote:
             if unknown:
                 message = f"region {min(unknown):#x} is not registered (any more)"
                 raise UnknownRegionError(message)
-            ranges = {region: self._range(region) for region in part}
-            # NIXL keeps the key that it knows for an address, although memory that has come to lie there has another.
-            if told.generation != self._generation and _overlap(ranges.values(), self._keys.values()):
+            ranges = dict(zip(told.regions, told.ranges, strict=True))
+            # Of memory that has gone, NIXL keeps what it knows; it neither takes a new key for the same addresses nor
+            # finds any for addresses that overlap them.
+            known = set(self._keys.values())
+            fresh = set(ranges.values())
+            if _overlap(fresh - known, known) or (told.generation != self._generation and fresh & known):
                 raise KeysOutdatedError
             with self._lock:
                 self._load(told.metadata)
                 if told.device_metadata:
                     self._load(told.device_metadata)
                 self._keys.update(ranges)
-
-    def _range(self, region: int) -> tuple[int, int]:
-        base, size = self._view.find(region, devices=True)
-        return base, base + size
 
     def found(self, regions: Sequence[int], epoch: int) -> list[tuple[int, int]] | None:
         """Address and size of these regions, if that and their keys are known since this epoch has begun.

@@ -261,6 +261,8 @@ class Agent(Struct, frozen=True, kw_only=True, tag="agent"):
     """Counts the registrations that have gone: keys of an older one may be wrong."""
     regions: Annotated[list[U64], Meta(max_length=MAX_AGENT_REGIONS)]
     """Those whose keys are told."""
+    ranges: Annotated[list[tuple[U64, U64]], Meta(max_length=MAX_AGENT_REGIONS)]
+    """Of each of them, from where to where memory is registered with its key: more than the region, perhaps."""
 
 
 class Fence(Struct, frozen=True, kw_only=True, tag="fence"):

@@ -271,7 +271,11 @@ class Remote:
         answer = ask(messages.AskAgent(backend=backend, regions=list(regions), on_devices=on_devices), deadline)
         if isinstance(answer, messages.Refuse):
             raise ConnectionLostError(answer.reason)
-        if not isinstance(answer, messages.Agent) or answer.name != self.name:
+        if (
+            not isinstance(answer, messages.Agent)
+            or answer.name != self.name
+            or len(answer.regions) != len(answer.ranges)
+        ):
             message = f"the peer answered with {type(answer).__name__}, not with what it has said before"
             raise PathError(message)
         if len(answer.regions) != len(answer.ranges):

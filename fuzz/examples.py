@@ -73,6 +73,7 @@ def catalogue() -> messages.Catalogue:
             dtype="DT_FLOAT16",
             accessible=True,
             regions=[number << 17 | 5, number << 18 | 6],
+            device=0 if kind == "mixed" else None,
         )
         for number, kind in enumerate(("contiguous", "blocks", "mixed"), 1)
     ]
@@ -106,6 +107,17 @@ def bodies() -> list[messages.Body]:
         messages.Join(comm="group"),
         messages.OpenData(count=2),
         messages.Fence(connections=[1, 2]),
+        messages.AskAgent(backend="UCX", regions=[1 << 16 | 1], on_devices=True),
+        messages.Agent(
+            name="agent",
+            metadata=b"keys",
+            table=1 << 40,
+            generation=1,
+            regions=[1 << 16 | 1],
+            ranges=[(1 << 41, 1 << 42)],
+        ),
+        messages.Digest(spans=b"spans"),
+        messages.Digested(value=7),
         messages.Notify(message=b"42 done"),
         messages.Bye(reason="unlinked"),
     ]

@@ -6,9 +6,11 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import signal
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -16,7 +18,7 @@ from llm_datadist.cli.soak.orders import Numbered
 from llm_datadist.cli.soak.worker import serve
 
 if TYPE_CHECKING:
-    import signal
+    from multiprocessing.context import SpawnProcess
 
     from llm_datadist.cli.soak.orders import Answer, Order
 
@@ -44,6 +46,16 @@ class Usage:
     """Resident memory without what is shared: pools are filled little by little, here and as peers map them."""
 
 
+def _start(process: SpawnProcess) -> None:
+    """Start it with Ctrl-C blocked from its first instruction on: the parent alone decides when it ends."""
+    resource_tracker.ensure_running()  # or it would start now, and unblock signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class SoakProcess:
     """One process."""
 
@@ -51,7 +63,7 @@ class SoakProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs,), name=f"soak-{number}", daemon=True)
-        self._process.start()
+        _start(self._process)
         theirs.close()
         self.number = number
         self._numbers = itertools.count()

@@ -7,7 +7,6 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,6 @@ _LARGE_BYTES: Final = 256 << 10
 
 def serve(parent: Connection) -> None:
     """Carry out orders."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     _give_memory_back()
     threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     handler = logging.StreamHandler(sys.stderr)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -18,6 +19,9 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LayerSynchronizer, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 from llm_datadist import TransferWithCacheKeyConfig as WithKey
+from llm_datadist.net import dial
+from llm_datadist.net.forks import own
+from llm_datadist.utils.deadline import Deadline
 from peers import GUARD, TIMEOUT_S, Node, Peers
 from test_exit import hold_finalize
 
@@ -303,3 +307,38 @@ def end_all(node: Node, pids: list[int]) -> None:
 def listen_address(node: Node) -> tuple[str, int] | None:
     """In the child."""
     return node.datadist.listen_address
+
+
+def test_no_child_is_forked_while_a_socket_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, gate, forked = threading.Event(), threading.Event(), threading.Event()
+    kept: list[set[str]] = []
+
+    def held(sock: socket.socket) -> socket.socket:
+        made.set()
+        assert gate.wait(TIMEOUT_S)
+        return own(sock)
+
+    def fork() -> None:
+        before = sockets(os.getpid())
+        pid = fork_a_sleeper()
+        forked.set()
+        kept.append(sockets(pid) & (before - others))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    others = sockets(os.getpid())
+    monkeypatch.setattr(dial, "own", held)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        others |= sockets(os.getpid())
+        address = ("127.0.0.1", server.getsockname()[1])
+        connecting = threading.Thread(target=lambda: dial.connect(address, b"", Deadline.after(TIMEOUT_S)).close())
+        connecting.start()
+        assert made.wait(TIMEOUT_S)
+        forking = threading.Thread(target=fork)
+        forking.start()
+        assert not forked.wait(0.2)
+        gate.set()
+        for thread in (connecting, forking):
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+    assert kept == [set()]

@@ -6,7 +6,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.net.address import resolve
-from llm_datadist.net.forks import own
+from llm_datadist.net.forks import making, own
 from llm_datadist.net.security import TlsError, tls_of
 from llm_datadist.wire.framing import PREAMBLE_SIZE, Kind, ProtocolError, parse_preamble, preamble
 
@@ -28,7 +28,8 @@ def connect(address: Address, greeting: bytes, deadline: Deadline) -> socket.soc
         ValueError: ``address`` is not an IP literal.
     """
     family, sockaddr = resolve(address)
-    sock = own(socket.socket(family, socket.SOCK_STREAM))
+    with making:
+        sock = own(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(max(deadline.remaining(), _SHORTEST_S))

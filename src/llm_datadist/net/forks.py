@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import socket
 
+making: Final = threading.RLock()
+"""Held from the making of a socket until it is owned: no child is forked in between, which would keep it."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -20,9 +23,10 @@ def own(sock: socket.socket) -> socket.socket:
 
 
 def _close_all() -> None:
+    making.release()
     for sock in list(_sockets):
         with contextlib.suppress(OSError):
             sock.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
+os.register_at_fork(before=making.acquire, after_in_parent=making.release, after_in_child=_close_all)

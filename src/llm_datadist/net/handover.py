@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.memory.shared import Area
 from llm_datadist.net.channel import set_timeouts
-from llm_datadist.net.forks import own
+from llm_datadist.net.forks import making, own
 from llm_datadist.net.listener import Acceptor
 from llm_datadist.net.loop import READ
 from llm_datadist.utils import limits, log
@@ -59,7 +59,8 @@ class HandoverServer(Acceptor):
         self._packet = encode(Handover(areas=[SharedArea(base=area.base, length=area.length) for area in areas]))
         self._descriptors = array.array("i", [area.fd for area in areas])
         self._given: dict[bytes, socket.socket] = {}
-        sock = own(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with making:
+            sock = own(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         super().__init__(sock, _address(self.name), self.name, loop)
 
     def give_up(self, token: bytes) -> None:
@@ -126,7 +127,8 @@ def fetch(name: str, request: bytes, deadline: Deadline) -> Parcel:
         OSError: nobody listens there, or nothing came by the deadline.
         ProtocolError: the owner runs as somebody else, refused, or sent something else.
     """
-    sock = own(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    with making:
+        sock = own(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         set_timeouts(sock, deadline.remaining())  # a full backlog is waited for, too
         sock.connect(_address(name))

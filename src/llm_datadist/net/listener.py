@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.net.address import resolve, text
-from llm_datadist.net.forks import own
+from llm_datadist.net.forks import making, own
 from llm_datadist.net.loop import READ
 from llm_datadist.net.security import TlsError, peer_host
 from llm_datadist.net.waiting import share_of_descriptors
@@ -110,7 +110,8 @@ class Acceptor(abc.ABC):
     def _accept(self) -> None:
         while True:
             try:
-                sock, _ = self._sock.accept()
+                with making:
+                    sock = own(self._sock.accept()[0])
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -128,7 +129,7 @@ class Acceptor(abc.ABC):
                 continue
             if len(self._strangers) >= self._most_strangers:
                 self._drop(next(iter(self._strangers)))
-            own(sock).settimeout(0)
+            sock.settimeout(0)
             patience = self._loop.call_later(_PATIENCE_S, functools.partial(self._drop, sock))
             self._strangers[sock] = _Stranger(patience)
             self._loop.watch(sock, READ, functools.partial(self._hear, sock))
@@ -198,7 +199,8 @@ class Listener(Acceptor):
         self._on_control = on_control
         self._on_data = on_data
         self._tls = tls
-        sock = own(socket.socket(family, socket.SOCK_STREAM))
+        with making:
+            sock = own(socket.socket(family, socket.SOCK_STREAM))
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:

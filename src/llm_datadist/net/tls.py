@@ -10,7 +10,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Final, cast
 
-from llm_datadist.net.forks import own
+from llm_datadist.net.forks import making, own
 from llm_datadist.net.security import TlsError
 
 if TYPE_CHECKING:
@@ -171,8 +171,10 @@ class TlsSocket(socket.socket):
     def adopt(cls, sock: socket.socket, tls: Tls) -> TlsSocket:
         """Take over a socket, which must not be used any more."""
         timeout = sock.gettimeout()
-        made = cls(fileno=sock.detach())
-        own(made).settimeout(timeout)
+        with making:
+            made = cls(fileno=sock.detach())
+            own(made)
+        made.settimeout(timeout)
         made.tls = tls
         return made
 

@@ -145,7 +145,9 @@ class TcpProxy:
         self.heal()
         self.cut()
         end = time.monotonic() + _END_S
-        for thread in list(self._threads):
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _run(self, work: Callable[[], object]) -> None:
@@ -156,8 +158,9 @@ class TcpProxy:
                 self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=guarded, name="llm_datadist-proxy", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._lock:  # one that has not begun cannot be waited for
+            self._threads.add(thread)
+            thread.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

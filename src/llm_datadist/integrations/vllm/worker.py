@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 _THREADS: Final = 16
 """Most that wait for peers at a time; they exist only once so many loads have run at a time."""
 _MAIL_TIMEOUT_MS: Final = 600_000
-_IDLE_WAIT_S: Final = 0.002
-"""An engine that has nothing to compute waits this long for the end of a load or a lease, instead of going round: its
-cores are needed by the other half of the transfer. A request that arrives meanwhile waits for it too."""
+_LOAD_WAIT_S: Final = 0.01
+_LEASE_WAIT_S: Final = 0.002
+"""An engine that has nothing to compute waits so long for the end of a load, or else of a lease, instead of going
+round: its cores are needed for the transfer. A request that arrives meanwhile waits for it, too."""
 
 
 @dataclasses.dataclass
@@ -155,8 +156,8 @@ class Worker:
             )
         with self._changed:
             sent = self._freed()
-            if orders is not None and orders.idle and not sent and not self._results.received and self._expects():
-                self._changed.wait(_IDLE_WAIT_S)
+            if orders is not None and orders.idle and not sent and not self._results.received:
+                self._wait()
             found, self._results = self._results, Results()
         found.sent |= sent or self._freed()
         return found
@@ -164,9 +165,12 @@ class Worker:
     def _freed(self) -> set[str]:
         return self._leases.over() | self._pusher.freed()
 
-    def _expects(self) -> bool:
-        """Whether somebody else will end something."""
-        return self._running > 0 or self._leases.kept or self._pusher.keeps
+    def _wait(self) -> None:
+        """A moment, if somebody else is to end something."""
+        if self._running:
+            self._changed.wait(_LOAD_WAIT_S)
+        elif self._leases.kept or self._pusher.keeps:
+            self._changed.wait(_LEASE_WAIT_S)
 
     def _wake(self) -> None:
         with self._changed:

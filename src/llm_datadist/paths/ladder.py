@@ -113,7 +113,7 @@ class Route:
             if self._closed:
                 raise _ended()
             at = self._paths.index(beyond) + 1 if beyond in self._paths else 0
-            fit = (path for path in self._paths[at:] if path.reaches_devices or not devices.any)
+            fit = (path for path in self._paths[at:] if not devices.any or path.reaches_devices)
             return next(fit, None)
 
     def demote(self, path: Path, reason: str, hint: str | None) -> None:
@@ -176,7 +176,7 @@ class Route:
 
     def _climb(self, devices: Devices, deadline: Deadline) -> Path:
         left = filter(_reaches_devices, self._left_for_devices) if devices.any else self._left
-        context = replace(self._context, devices=devices)
+        context = replace(self._context, devices=devices) if devices.any else self._context
         for name in tuple(left):
             try:
                 path = attempt(name, self._peer, context, deadline)

@@ -19,12 +19,12 @@ from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
 from llm_datadist.engine.few import FewTransfers
 from llm_datadist.engine.gauges import gauges
+from llm_datadist.engine.geometry_checks import check_addresses, check_room, check_spec
 from llm_datadist.engine.memory_report import MemoryReport
 from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
 from llm_datadist.engine.requests import CacheKind, PullRequest, PushRequest
 from llm_datadist.engine.transfers import Transfers
-from llm_datadist.layout.plan import MAX_TENSOR_BITS
 from llm_datadist.memory.huge_pages import advise
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.status import LLMException, LLMStatusCode
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from llm_datadist.observe.recorder import Watch
 
 R = TypeVar("R", PullRequest, PushRequest)
-_MAX_DIMS: Final = 31
-_UINT64: Final = 1 << 64
 _MIN_RELEASE_S: Final = 1.0
 _AGAIN_S: Final = 1.0
 
@@ -127,11 +125,8 @@ class Engine:
         operation = "register_blocks_cache" if spec.kind is CacheKind.BLOCKS else "register_cache"
         self._check(operation)
         cache_id = self._core.catalogue.next_id()
-        for addr in addrs:
-            if not 0 <= addr < _UINT64:
-                message = f"address {addr} is not a 64-bit address: only support 0 to 2**64-1"
-                raise TypeError(message)
-        _check_spec(spec, operation)
+        check_addresses(addrs)
+        check_spec(spec, operation)
         if self.options.strict_constraints:
             constraints.check_register(
                 operation,
@@ -143,9 +138,7 @@ class Engine:
         if not addrs or len(addrs) != spec.num_tensors:
             raise invalid(operation, f"{len(addrs)} addresses for {spec.num_tensors} tensors")
         size = geometry_of(spec).tensor_size
-        for addr in addrs:
-            if (addr == 0 and accessible) or addr + size > _UINT64:
-                raise invalid(operation, f"address {addr:#x} cannot hold a tensor of {size} bytes")
+        check_room(addrs, size, operation, accessible=accessible)
         device = placement.device_of(operation, addrs, size, on_device=spec.on_device)
         wanted = self.options.huge_pages and device is None
         advice = advise((addr, addr + size) for addr in addrs) if wanted else None
@@ -168,7 +161,7 @@ class Engine:
         operation = "allocate_blocks_cache" if spec.kind is CacheKind.BLOCKS else "allocate_cache"
         self._check(operation)
         cache_id = self._core.catalogue.next_id()
-        _check_spec(spec, operation)
+        check_spec(spec, operation)
         placement.check_allocation(operation, on_device=spec.on_device)
         if len(keys) > spec.shape[0]:
             raise invalid(operation, f"{len(keys)} keys for {spec.shape[0]} batch entries")
@@ -490,12 +483,3 @@ def _cannot_start(error: BaseException) -> LLMException:
     reason, hint = limits.explain(error)
     code = LLMStatusCode.LLM_OUT_OF_MEMORY if limits.out_of_memory(error) else LLMStatusCode.LLM_FAILED
     return failure(code, "init", f"cannot start: {reason}", retryable=True, hint=hint)
-
-
-def _check_spec(spec: CacheSpec, operation: str) -> None:
-    if not 1 <= len(spec.shape) <= _MAX_DIMS:
-        raise invalid(operation, f"shape has {len(spec.shape)} dimensions, 1 to {_MAX_DIMS} are supported")
-    if min(spec.shape) <= 0:
-        raise invalid(operation, f"shape {list(spec.shape)} has a dimension that is not positive")
-    if geometry_of(spec).tensor_size >= 1 << MAX_TENSOR_BITS:
-        raise invalid(operation, f"a tensor of shape {list(spec.shape)} is too large")

@@ -124,7 +124,8 @@ def hosted(library: Path, path: str) -> None:
         times.append((time.perf_counter() - start) * 1e6)
     from_python, from_cpp = statistics.median(times), native.HostedMedian(CALLS)
     print(f"{path}: a pull takes {from_python:.1f} us from Python, {from_cpp:.1f} us from C++")  # noqa: T201
-    check(0 < from_cpp < from_python + MOST_US, "a call from C++ costs too much")
+    most = from_python + max(MOST_US, from_python / 2)  # on a slow machine all takes longer
+    check(0 < from_cpp < most, "a call from C++ costs too much")
     native.HostedClose()
     same.finalize()
     peer.finalize()

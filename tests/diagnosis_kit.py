@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from llm_datadist.cli.top.scrape import url_of
 from llm_datadist.net.address import text
 from peers import TIMEOUT_S, Peers
 from security_kit import SECRET
+from stopping import go_on, stop
 from test_cli_ping import OTHER_SECRET, old_version
 from test_cli_top import fail_once, keep_pulling, serve_metrics, stop_pulling
 from until import until
@@ -105,11 +105,11 @@ def _denied(peers: Peers) -> str:
 @contextlib.contextmanager
 def stopped(peer: Peer) -> Iterator[None]:
     """A peer whose process is stopped."""
-    os.kill(peer.process.pid, signal.SIGSTOP)
+    stop(peer.process.pid)
     try:
         yield
     finally:
-        os.kill(peer.process.pid, signal.SIGCONT)
+        go_on(peer.process.pid)
 
 
 def _stalled(peers: Peers) -> str:

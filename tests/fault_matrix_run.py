@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fault_matrix_child as child
 from fault_matrix_cells import AGAIN, LINK_OPERATION, LOST, SAME, UNLINK_OPERATION, Cell, Observed, Phase
 from fault_matrix_rig import PATIENT_S
 from llm_datadist.testing import Carries, Direction, Fault, FaultKind
-from test_faults import go_on, stop
+from stopping import go_on, stop
 from until import until
 
 if TYPE_CHECKING:
@@ -333,26 +332,12 @@ def restart(run: Run) -> None:
 
 def suspend(run: Run) -> None:
     """SIGSTOP until the operation has ended."""
-    stop(run.rig.server)
+    stop(run.rig.server.pid)
     try:
-        wait_stopped(run.rig.server.pid)
         run.hold.release()
         wait([run.running], run.deadline_s + LIMIT_S)
     finally:
-        go_on(run.rig.server)
-
-
-def wait_stopped(pid: int) -> None:
-    """The signal may come a moment later to a thread that runs on another core."""
-    tasks = Path(f"/proc/{pid}/task")
-    until(lambda: all(map(_stopped, tasks.iterdir())), what=lambda: "a process does not stop")
-
-
-def _stopped(task: Path) -> bool:
-    try:
-        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
-    except FileNotFoundError:  # it has ended
-        return True
+        go_on(run.rig.server.pid)
 
 
 def cut_control(run: Run) -> None:

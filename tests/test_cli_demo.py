@@ -19,6 +19,7 @@ from llm_datadist.cli.models import ModelName
 from llm_datadist.cli.orders import Done, Moved, Poison, Prepare, Transfer
 from llm_datadist.cli.plan import Operation, PathName, Plan, Role
 from llm_datadist.cli.team import DemoError, Limits, started_team
+from stopping import stop
 
 if TYPE_CHECKING:
     import subprocess
@@ -43,7 +44,7 @@ def stop_process(team: Team, role: Role) -> int:
     """Make a process hang; its id."""
     pid = team.pid(role)
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     return pid
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +33,7 @@ from security_kit import (
     whole_log,
     with_caches,
 )
+from stopping import go_on, stop
 from test_links import free_port
 from until import until
 
@@ -240,11 +239,11 @@ def test_packets_are_dropped() -> None:
 
 def test_a_stopped_peer(peers: Peers) -> None:
     peer = peers.make(1)
-    os.kill(peer.process.pid, signal.SIGSTOP)
+    stop(peer.process.pid)
     try:
         told = failure(peer, "--timeout", HUNG_S)
     finally:
-        os.kill(peer.process.pid, signal.SIGCONT)
+        go_on(peer.process.pid)
     assert "LLM_TIMEOUT" in told
     assert "does not answer" in told
     assert "kill -CONT PID" in told

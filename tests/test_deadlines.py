@@ -23,7 +23,7 @@ from llm_datadist.utils.deadline import Deadline
 from llm_datadist.utils.turn import Turn
 from net_helpers import WAIT_S, soon
 from peers import TIMEOUT_S, Node
-from test_faults import go_on, stop
+from stopping import go_on, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,14 +128,14 @@ def test_a_pull_does_not_wait_for_the_catalogue_that_another_asks_for(peers: Pee
     client.call("register_blocks", "mine", 1, 4, 64)
     assert client.link(owner) == LLMStatusCode.LLM_SUCCESS
     client.call(tell_requests, 1)
-    stop(owner.process)
+    stop(owner.process.pid)
     os.waitid(os.P_PID, owner.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all its threads have stopped
     try:
         first = client.begin(pull_within, 1, LONG_S)
         assert client.call(wait_asked)
         status, seconds = client.call(pull_within, 1, SHORT_S)
     finally:
-        go_on(owner.process)
+        go_on(owner.process.pid)
     assert status == LLMStatusCode.LLM_TIMEOUT
     assert seconds < LONG_S / 2
     assert first.result(TIMEOUT_S)[0] == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

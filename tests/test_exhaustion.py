@@ -29,7 +29,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from peers import Node, Peer, Peers, close_off
-from test_faults import go_on, stop
+from stopping import go_on, stop
 from test_links import pull_one, with_caches
 
 OK = LLMStatusCode.LLM_SUCCESS
@@ -146,11 +146,11 @@ def test_descriptors_for_a_data_connection(peers: Peers, asking: str) -> None:
     assert client.link(server) == OK
     here, there = (client, server) if asking == "client" else (server, client)
     here.call(pull_one, there.cluster_id)
-    stop(there.process)
+    stop(there.process.pid)
     try:
         status, _ = here.call(pull_status, there.cluster_id) if asking == "client" else (None, None)
     finally:
-        go_on(there.process)
+        go_on(there.process.pid)
     assert status in {None, LLMStatusCode.LLM_TIMEOUT}  # its connection is given up
     if asking == "server":
         here.call(cut_data)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ from llm_datadist.paths import one_sided, process_vm
 from llm_datadist.paths.tcp_stream import Stream
 from llm_datadist.wire import messages
 from peers import GUARD, POISON, TIMEOUT_S, Node
+from stopping import go_on, stop
 
 if TYPE_CHECKING:
     from peers import Peer, Peers
@@ -276,11 +275,11 @@ def test_a_stopped_owner_is_looked_up_in_vain(peers: Peers) -> None:
     client = peers.make(2, enable_remote_cache_accessible=False, listen=False, sync_kv_timeout=300)
     client.call("register_blocks", "mine", 1, 4, BLOCK_BYTES)
     assert client.link(owner) == OK
-    os.kill(owner.process.pid, signal.SIGSTOP)
+    stop(owner.process.pid)
     try:
         error = client.call(pull_in_vain)
     finally:
-        os.kill(owner.process.pid, signal.SIGCONT)
+        go_on(owner.process.pid)
     assert (error.phase, error.peer, error.retryable, error.quiescent) == ("lookup", 1, True, True)
     assert (client.memory("mine")[0] == POISON).all()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -23,7 +21,8 @@ from llm_datadist import (
     LLMException,
     LLMStatusCode,
 )
-from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Process
+from peers import GUARD, POISON, TIMEOUT_S, Node, Peer
+from stopping import go_on, stop
 from test_links import pull_one, with_caches
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def test_peer_that_stops_answering_times_out(peers: Peers) -> None:
     with_caches(server, client)
     assert client.link(server) == OK
     client.call(pull_one, 1)
-    stop(server.process)
+    stop(server.process.pid)
     try:
         begin = time.monotonic()
         error = expect(LLMStatusCode.LLM_TIMEOUT, lambda: client.call(pull_one, 1))
@@ -116,18 +115,8 @@ def test_peer_that_stops_answering_times_out(peers: Peers) -> None:
         assert isinstance(error, LLMException)
         assert error.retryable
     finally:
-        go_on(server.process)
+        go_on(server.process.pid)
     client.call(pull_one, 1)
-
-
-def stop(process: Process) -> None:
-    """SIGSTOP."""
-    os.kill(process.pid, signal.SIGSTOP)
-
-
-def go_on(process: Process) -> None:
-    """SIGCONT."""
-    os.kill(process.pid, signal.SIGCONT)
 
 
 def test_stopped_owner_can_still_be_read_on_the_same_host(peers: Peers) -> None:
@@ -135,11 +124,11 @@ def test_stopped_owner_can_still_be_read_on_the_same_host(peers: Peers) -> None:
     server, client = peers.make(1, paths="process_vm"), peers.make(2, paths="process_vm")
     with_caches(server, client)
     assert client.link(server) == OK
-    stop(server.process)
+    stop(server.process.pid)
     try:
         client.call(pull_one, 1)
     finally:
-        go_on(server.process)
+        go_on(server.process.pid)
 
 
 @pytest.mark.parametrize("paths", ["inprocess", "process_vm", "tcp"])

@@ -35,7 +35,7 @@ from few_kit import (
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist.paths import one_sided, tcp
 from peers import GUARD, POISON, Node, Peers
-from test_faults import go_on, stop
+from stopping import go_on, stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -232,7 +232,7 @@ def test_signals_do_not_put_off_a_deadline(peers: Peers, method: str, blocks: in
 
     def release() -> None:
         released.set()
-        go_on(server.process)
+        go_on(server.process.pid)
 
     try:
         for each in (server.call, lambda name, *args, **kwargs: getattr(node, name)(*args, **kwargs)):
@@ -242,7 +242,7 @@ def test_signals_do_not_put_off_a_deadline(peers: Peers, method: str, blocks: in
         assert node.link(2, server.address) == OK
         call_now(node, method, 2, [0], [0])
         ids = list(range(blocks))
-        stop(server.process)
+        stop(server.process.pid)
         watchdog = threading.Timer(5, release)
         watchdog.start()
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
@@ -252,5 +252,5 @@ def test_signals_do_not_put_off_a_deadline(peers: Peers, method: str, blocks: in
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        go_on(server.process)
+        go_on(server.process.pid)
         node.finalize()

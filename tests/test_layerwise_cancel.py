@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from llm_datadist import (
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.status import LLMFailedError, LLMTimeoutError
 from peers import GUARD, POISON, TIMEOUT_S, Node
+from stopping import go_on, stop
 
 if TYPE_CHECKING:
     from llm_datadist.engine.requests import PushRequest
@@ -310,12 +309,12 @@ def test_whole_layers_arrive_or_nothing_of_them(peers: Peers, paths: str, layer:
 def test_while_a_layer_is_on_its_way_to_a_stopped_peer(peers: Peers) -> None:
     """The layer is still stored when the peer goes on; what follows it is not."""
     decoder, prefiller = pair(peers, "tcp")
-    os.kill(decoder.process.pid, signal.SIGSTOP)
+    stop(decoder.process.pid)
     try:
         prefiller.call(begin_transfer, 1, None)
         assert prefiller.call(cancel)
     finally:
-        os.kill(decoder.process.pid, signal.SIGCONT)
+        go_on(decoder.process.pid)
     assert prefiller.call(end_of_transfer) == (FAILED, True)
     there = arrived(decoder, prefiller)
     assert not any(there[2:])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from llm_datadist.engine.requests import PeerAddress
 from llm_datadist.wire import messages
 from net_helpers import logged
 from peers import TIMEOUT_S, Node
+from stopping import stop
 from test_links import free_port
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def test_unlink(peers: Peers, client: Peer) -> None:
     """A stopped peer, then a dead one; what succeeds ends the matter."""
     server = peers.make(1)
     assert client.link(server) == OK
-    os.kill(server.process.pid, signal.SIGSTOP)
+    stop(server.process.pid)
     try:
         assert client.call("unlink", 1, server.address, timeout=300) == TIMEOUT
         error = kept(client, TIMEOUT, "unlink_clusters")

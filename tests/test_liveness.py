@@ -19,7 +19,8 @@ from llm_datadist.utils.process import OtherProcess, start_time
 from llm_datadist.wire.messages import Identity, Ping
 from net_helpers import logged
 from peers import TIMEOUT_S, Node
-from test_faults import big_cache, go_on, settled, stop
+from stopping import go_on, stop
+from test_faults import big_cache, settled
 from test_links import explain, pull_one, with_caches
 from test_stalls import held_push, let_fail, unregister_mine, untouched
 from until import until
@@ -57,14 +58,14 @@ def test_a_stopped_peer_is_given_up_in_the_end(peers: Peers, paths: str) -> None
     with_caches(server, client)
     assert client.link(server) == OK
     client.call(pull_one, 1)
-    stop(server.process)
+    stop(server.process.pid)
     try:
         until(lambda: not client.call(is_linked, 1))
         reason = client.call(why_not_linked, 1)
         assert "no sign of life" in reason
         assert "its process is stopped" in reason
     finally:
-        go_on(server.process)
+        go_on(server.process.pid)
     assert "the peer closed the connection" in server.call(why_not_linked, 2)
     assert client.link(server) == OK
     server.call(pull_one, 2)
@@ -81,7 +82,7 @@ def test_a_stalled_peer_is_told_and_kept(peers: Peers) -> None:
     with_caches(server, client)
     assert client.link(server) == OK
     assert client.call(explain, 1).stalled is None
-    stop(server.process)
+    stop(server.process.pid)
     try:
         until(lambda: client.call(explain, 1).stalled)
         report = client.call(explain, 1)
@@ -89,7 +90,7 @@ def test_a_stalled_peer_is_told_and_kept(peers: Peers) -> None:
         assert report.stalled in str(report)
         client.call(pull_one, 1)
     finally:
-        go_on(server.process)
+        go_on(server.process.pid)
     until(lambda: client.call(explain, 1).stalled is None)
     client.call(pull_one, 1)
     server.call(pull_one, 2)
@@ -151,13 +152,13 @@ def test_a_writer_that_was_given_up_keeps_the_memory_busy(peers: Peers) -> None:
     writer = peers.make(2, listen=False, **NEVER)
     owner.call(big_cache, "mine", 0)
     pushing = held_push(writer, owner)
-    stop(writer.process)
+    stop(writer.process.pid)
     try:
         until(lambda: not owner.call(is_linked, 2))
         assert owner.call(is_reached_by, 2)
         assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
     finally:
-        go_on(writer.process)
+        go_on(writer.process.pid)
     writer.call(is_linked, 1)  # it is awake, and still on its way
     assert owner.call(unregister_mine) == LLMStatusCode.LLM_LINK_BUSY
     let_fail(writer, pushing)
@@ -173,7 +174,7 @@ def test_a_writer_that_was_given_up_and_dies_frees_the_memory(peers: Peers) -> N
     first = settled(owner, lambda _values: True)
     writer = peers.make(2, listen=False, **NEVER)
     held_push(writer, owner)
-    stop(writer.process)
+    stop(writer.process.pid)
     until(lambda: not owner.call(is_linked, 2))
     writer.process.kill()
     until(lambda: owner.call(unregister_mine) == OK)
@@ -316,8 +317,8 @@ def test_another_process_is_told_from_a_later_one() -> None:
     process = OtherProcess(child, start_time(child))
     try:
         assert not process.stopped()
-        os.kill(child, signal.SIGSTOP)
-        until(process.stopped)
+        stop(child)
+        assert process.stopped()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -19,7 +19,8 @@ from llm_datadist import (
 )
 from llm_datadist.memory import syscalls
 from peers import GUARD, POISON, Node, Peer, Peers, array_at, close_off
-from test_faults import go_on, register_wild, stop
+from stopping import go_on, stop
+from test_faults import register_wild
 from test_links import explain, pull_one, with_caches
 from test_observe_engine import read
 
@@ -112,13 +113,13 @@ def test_the_owner_has_no_part_in_it(peers: Peers) -> None:
     client.call("register_blocks", "dst", TENSORS, BLOCKS, BLOCK_BYTES)
     assert client.link(server) == OK
     source = server.call(allocated, "pool")
-    stop(server.process)
+    stop(server.process.pid)
     try:
         for blocks in (FEW, FEW, ALL):
             client.call(pull, 1, 0, "dst", blocks)
         expect(LLMStatusCode.LLM_TIMEOUT, lambda: client.call(pull, 1, 1, "dst", FEW))
     finally:
-        go_on(server.process)
+        go_on(server.process.pid)
     assert same(blocks_of(client, "dst"), source, ALL)
     client.call(pull, 1, 1, "dst", ALL)
     assert same(blocks_of(client, "dst"), blocks_of(server, "other"), ALL)

@@ -11,7 +11,8 @@ import pytest
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMStatusCode
 from nixl_kit import SHARED_MEMORY, TCP, TRANSPORTS, needs_nixl, process_with
 from peers import GUARD, TIMEOUT_S, Node
-from test_faults import go_on, moves, stop
+from stopping import go_on, stop
+from test_faults import moves
 from test_kills import ALLOWED, move_until_error, neighbours_untouched, poison_targets, pull_is_right, with_memory
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def test_a_stalled_peer_over_tcp(peers: Peers, method: str) -> None:
     caller.call(big, 1)
     victim.call(big, 2)
     assert caller.link(victim) == OK
-    stop(victim.process)
+    stop(victim.process.pid)
     try:
         status, quiescent, seconds = caller.call(attempt, method)
         assert (status, quiescent) == ("LLM_TIMEOUT", False)
@@ -109,7 +110,7 @@ def test_a_stalled_peer_over_tcp(peers: Peers, method: str) -> None:
         if method == "pull_blocks":
             assert caller.call(unregister) == "LLM_LINK_BUSY"
     finally:
-        go_on(victim.process)
+        go_on(victim.process.pid)
     if method == "pull_blocks":
         caller.call(unregister_at_last)
         caller.call(big, 3)
@@ -126,11 +127,11 @@ def test_a_stalled_peer_over_shared_memory(peers: Peers) -> None:
     victim.call(big, 2)
     assert caller.link(victim) == OK
     assert caller.call(attempt, "pull_blocks")[0] == "LLM_SUCCESS"
-    stop(victim.process)
+    stop(victim.process.pid)
     try:
         assert caller.call(attempt, "pull_blocks")[0] == "LLM_SUCCESS"
     finally:
-        go_on(victim.process)
+        go_on(victim.process.pid)
     assert (caller.call(content) == victim.call(content)).all()
 
 

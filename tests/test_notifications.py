@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import select
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from llm_datadist.engine.notifications import MAX_BYTES, MAX_MESSAGES
 from loopback_kit import cluster
 from net_helpers import logged
 from peers import GUARD, TIMEOUT_S, Node
+from stopping import go_on, stop
 from test_mapped import BLOCKS as POOLED
 from test_mapped import allocate, allocated, make
 from test_transfer_tasks import in_background
@@ -207,11 +206,11 @@ def test_a_message_that_cannot_be_delivered(peers: Peers, method: str) -> None:
 
 def stop_and_send(node: Node, peer_pid: int, cluster_id: int) -> None:
     """In the child: send to a process that is stopped."""
-    os.kill(peer_pid, signal.SIGSTOP)
+    stop(peer_pid)
     try:
         node.datadist.send_notify(cluster_id, b"late", 200)
     finally:
-        os.kill(peer_pid, signal.SIGCONT)
+        go_on(peer_pid)
 
 
 def test_a_peer_that_is_stopped(peers: Peers) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +12,7 @@ from few_kit import BLOCK_BYTES, TARGET, TENSORS, attempt, make_pair
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist.observe import Histogram, TraceFile, TransferLog
 from llm_datadist.observe.trace_file import join
+from stopping import go_on, stop
 from until import until
 
 if TYPE_CHECKING:
@@ -128,11 +128,11 @@ def failure_of(node: Node, cluster_id: int) -> tuple[int | None, str]:
 
 def test_the_id_stands_in_the_exception_and_its_text(peers: Peers) -> None:
     client, server = make_pair(peers, "tcp", sync_kv_timeout=500)
-    os.kill(server.process.pid, signal.SIGSTOP)
+    stop(server.process.pid)
     try:
         identity, text = client.call(failure_of, 2)
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        go_on(server.process.pid)
     assert identity
     assert f"(transfer {identity:016x})" in text
     again, _ = client.call(failure_of, 99)

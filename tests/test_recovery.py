@@ -13,10 +13,11 @@ from expect import expect
 from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.utils.deadline import Deadline
 from peers import TIMEOUT_S, Node, Peer
+from stopping import go_on, stop
 from test_clients import link_by_table
 from test_comms import OK as GROUP_OK
 from test_comms import link_all, table
-from test_faults import counters, go_on, stop
+from test_faults import counters
 from test_links import free_port, link_several, pull_one, pull_until_unlinked, with_caches
 from until import MOST_S
 
@@ -47,7 +48,7 @@ def test_dead_peers_are_linked_again_while_others_are_stuck(peers: Peers, paths:
     with socket.create_server(("127.0.0.1", 0)) as hole:
         for peer in dead:
             assert client.link(peer) == OK
-        stop(stopped.process)
+        stop(stopped.process.pid)
         try:
             stuck = [
                 client.begin("link", 8, hole.getsockname(), timeout=30_000),
@@ -61,7 +62,7 @@ def test_dead_peers_are_linked_again_while_others_are_stuck(peers: Peers, paths:
                 again.call(pull_one, 9)
             assert not any(future.done() for future in stuck)
         finally:
-            go_on(stopped.process)
+            go_on(stopped.process.pid)
         assert stuck[1].result(TIMEOUT_S) == OK
     assert stuck[0].result(TIMEOUT_S) == LLMStatusCode.LLM_LINK_FAILED
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
 import socket
 import ssl
 import time
@@ -38,6 +37,7 @@ from security_kit import (
     whole_log,
     with_caches,
 )
+from stopping import go_on, stop
 from until import until
 
 if TYPE_CHECKING:
@@ -428,14 +428,14 @@ def test_with_tls_a_stalled_peer_costs_no_more_than_the_deadline(peers: Peers) -
     with_caches(server, client)
     assert client.link(server) == OK
     client.call(pull, 1, EVERY)
-    os.kill(server.process.pid, signal.SIGSTOP)
+    stop(server.process.pid)
     try:
         for move in (pull, push):
             begin = time.monotonic()
             expect(LLMStatusCode.LLM_TIMEOUT, lambda move=move: client.call(move, 1, EVERY))
             assert 0.9 < time.monotonic() - begin < WAIT_S
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        go_on(server.process.pid)
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         try:

@@ -29,7 +29,8 @@ from llm_datadist.paths.tcp_server import DataServer
 from llm_datadist.utils.deadline import Deadline
 from llm_datadist.wire import framing, messages
 from peers import POISON, TIMEOUT_S, Node
-from test_faults import BLOCKS, big_cache, go_on, stop
+from stopping import go_on, stop
+from test_faults import BLOCKS, big_cache
 from test_links import pull_one, pull_until_unlinked, with_caches
 
 if TYPE_CHECKING:
@@ -69,15 +70,15 @@ def test_a_stalled_peer_delays_nobody_else(peers: Peers) -> None:
         assert peer.link(healthy) == OK
     waiting = [client.begin(pull_all_until_failure, 1) for _ in range(8)]
     served = [reader.begin(pull_all_until_failure, 2) for reader in readers]
-    stop(stalled.process)
+    stop(stalled.process.pid)
     for reader in readers:
-        stop(reader.process)
+        stop(reader.process.pid)
     try:
         for _ in range(20):
             client.call(pull_first, 2)
     finally:
         for peer in (stalled, *readers):
-            go_on(peer.process)
+            go_on(peer.process.pid)
     healthy.call("finalize")
     stalled.call("finalize")
     for future in (*waiting, *served):
@@ -334,10 +335,10 @@ def test_exit_does_not_wait_for_stalled_readers(peers: Peers) -> None:
         peer.call(big_cache, "mine", 0)
     assert client.link(server) == OK
     client.begin(pull_all_until_failure, 1)
-    stop(client.process)
+    stop(client.process.pid)
     begin = time.monotonic()
     try:
         assert server.process.close() == 0
     finally:
-        go_on(client.process)
+        go_on(client.process.pid)
     assert time.monotonic() - begin < 20

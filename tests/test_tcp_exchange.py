@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import select
-import signal
 import socket
 import struct
 import threading
@@ -29,6 +27,7 @@ from llm_datadist.wire import data, framing
 from llm_datadist.wire.data import MAX_SPANS, Greeting, Op, Request
 from net_helpers import WAIT_S, ended, receive, soon, tcp_pair
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Peers
+from stopping import go_on, stop
 from tcp_kit import Owner, memory, owner
 
 if TYPE_CHECKING:
@@ -394,7 +393,7 @@ def test_a_stalled_peer(peers: Peers, method: str) -> None:
     """Small and large transfers time out; when it goes on they work, and nothing of the earlier ones comes late."""
     client, server = make_pair(peers, "tcp", sync_kv_timeout=600)
     with_large_caches(client, server)
-    os.kill(server.process.pid, signal.SIGSTOP)
+    stop(server.process.pid)
     try:
         outcome = client.call(attempt, method, 2, [1], [2])
         assert outcome.status is LLMStatusCode.LLM_TIMEOUT
@@ -402,7 +401,7 @@ def test_a_stalled_peer(peers: Peers, method: str) -> None:
         assert client.call(transfer_large, method, every, every) is LLMStatusCode.LLM_TIMEOUT
         assert client.call(attempt, method, 2, [3], [4]).status is LLMStatusCode.LLM_TIMEOUT
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        go_on(server.process.pid)
     for seed in range(3):
         check_large(client, server, method, seed)
         assert client.call(attempt, method, 2, [5], [6]).error is None

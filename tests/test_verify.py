@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,7 @@ from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
 from net_helpers import logged
 from peers import GUARD, TIMEOUT_S, Node, Peer, Peers, close_off
+from stopping import go_on, stop
 from test_interruptions import interrupt_at_all_steps, split_from
 
 if TYPE_CHECKING:
@@ -318,7 +317,7 @@ def stop_after_the_copy(node: Node, cluster_id: int, pid: int) -> None:
 
     def stopping(*args: Any) -> None:
         real(*args)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         del path.read
 
     path.read = stopping
@@ -334,7 +333,7 @@ def test_a_peer_that_does_not_answer_is_a_timeout(peers: Peers, blocks: int) -> 
     try:
         expect(LLMStatusCode.LLM_TIMEOUT, lambda: client.call(transfer, "pull_blocks", blocks))
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        go_on(server.process.pid)
     server.call("path", 1)  # it has come to itself
     client.call(transfer, "pull_blocks", blocks)
     assert (client.memory("here")[1][GUARD:-GUARD][-BIG_BYTES:]).any()

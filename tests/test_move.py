@@ -454,5 +454,8 @@ def test_mapped_tells_memory_that_can_be_read(guarded: Guarded) -> None:
 def test_mapped_gives_the_benefit_of_the_doubt_where_it_may_not_look(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(syscalls, "peek", ShortKernel(iter([]), OSError(code, "injected")))
+    def denied(*_: object) -> int:
+        raise OSError(code, "injected")
+
+    monkeypatch.setattr(syscalls, "peek", denied)
     assert move.mapped([4096])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import socket
 import threading
@@ -263,16 +262,14 @@ def test_who_gives_up_what_is_being_given_up_waits_for_it_too() -> None:
         (target,) = memory(1, SIZE)
         region = made.add(target)
         stored, go_on = threading.Event(), threading.Event()
-        lease = made.table.lease
+        let_go = made.table.let_go
 
-        @contextlib.contextmanager
-        def slow(regions: list[int]) -> Iterator[None]:
-            with lease(regions):
-                yield
-                stored.set()
-                assert go_on.wait(WAIT_S)
+        def slow(lease: object) -> None:
+            stored.set()
+            assert go_on.wait(WAIT_S)
+            let_go(lease)
 
-        made.table.lease = slow  # type: ignore[assignment, method-assign]
+        made.table.let_go = slow  # type: ignore[method-assign]
         number, sock = made.connect()
         with sock:
             table = encode_spans(

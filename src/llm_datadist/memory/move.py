@@ -6,6 +6,7 @@ import collections
 import ctypes
 import errno
 import os
+import struct
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 DENIED = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
 """What the kernel answers where process_vm_* is not allowed: another user, a namespace, seccomp, not dumpable."""
 
+_BYTE: Final = ctypes.c_char()
+_NOWHERE: Final = (ctypes.c_uint64 * (2 * MAX_IOVECS))(*(ctypes.addressof(_BYTE), 1) * MAX_IOVECS)
+_NOWHERE_AT: Final = ctypes.addressof(_NOWHERE)
+"""Iovecs of bytes that nobody looks at, all the same one."""
 _FAULTS: Final = frozenset({errno.EFAULT, errno.ENOMEM})
 
 
@@ -81,11 +86,9 @@ def mapped(addresses: Sequence[int]) -> bool:
     """Whether the bytes at these addresses of this process can be read; True where the system does not let us look."""
     for first in range(0, len(addresses), MAX_IOVECS):
         part = addresses[first : first + MAX_IOVECS]
-        words, byte = 2 * len(part), ctypes.c_char()
-        here = (ctypes.c_uint64 * words)(*(ctypes.addressof(byte), 1) * len(part))
-        there = (ctypes.c_uint64 * words)(*[word for address in part for word in (address, 1)])
+        there = struct.pack(f"{2 * len(part)}Q", *[word for address in part for word in (address, 1)])
         try:
-            done = syscalls.peek(os.getpid(), ctypes.addressof(here), ctypes.addressof(there), len(part))
+            done = syscalls.peek(os.getpid(), _NOWHERE_AT, there, len(part))
         except OSError as error:
             return error.errno not in _FAULTS
         if done != len(part):

@@ -197,15 +197,37 @@ class RegionTable:
         lease = object()
         self._leases[lease] = regions
         try:
-            for region in regions:
-                if self._words[(region & _SLOT_MASK) * 4] != region or not region:
-                    raise _unknown(region)
+            self._check_live(regions)
             yield
         finally:
-            del self._leases[lease]
-            if self._waiters:
-                with self._lock:
-                    self._changed.notify_all()
+            del self._leases[lease]  # at once: Ctrl-C may come with any call
+            self._wake_waiters()
+
+    def hold(self, lease: object, regions: Sequence[int]) -> None:
+        """Begin a lease, which is an object that no other has; also if this raises, ``let_go`` must follow.
+
+        Three times quicker than ``lease``, for threads that Ctrl-C does not interrupt.
+
+        Raises:
+            UnknownRegionError: one of them is not live.
+        """
+        self._leases[lease] = regions
+        self._check_live(regions)
+
+    def let_go(self, lease: object) -> None:
+        """End a lease."""
+        del self._leases[lease]
+        self._wake_waiters()
+
+    def _check_live(self, regions: Sequence[int]) -> None:
+        for region in regions:
+            if self._words[(region & _SLOT_MASK) * 4] != region or not region:
+                raise _unknown(region)
+
+    def _wake_waiters(self) -> None:
+        if self._waiters:
+            with self._lock:
+                self._changed.notify_all()
 
     def wait_unused(self, regions: Iterable[int], deadline: Deadline) -> bool:
         """Wait until no lease on these regions is left; whether that happened in time."""

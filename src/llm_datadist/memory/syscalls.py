@@ -18,7 +18,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _locked = ctypes.PyDLL(None, use_errno=True)
 
 
-class _MsgHdr(ctypes.Structure):
+class Message(ctypes.Structure):
+    """``struct msghdr``."""
+
     _fields_ = (
         ("name", ctypes.c_void_p),
         ("namelen", ctypes.c_uint32),
@@ -70,8 +72,11 @@ def process_vm_readv(pid: int, local: int, remote: int, count: int) -> int:
     return done if done >= 0 else _checked(done, "process_vm_readv")
 
 
-def peek(pid: int, local: int, remote: int, count: int) -> int:
-    """``process_vm_readv`` for a few bytes, with the interpreter lock held: to get it back may take 5 ms."""
+def peek(pid: int, local: int, remote: bytes, count: int) -> int:
+    """``process_vm_readv`` for a few bytes, with the interpreter lock held: to get it back may take 5 ms.
+
+    ``local`` is the address of iovecs, ``remote`` are iovecs.
+    """
     return _checked(_peek(pid, local, count, remote, count, 0), "process_vm_readv")
 
 
@@ -96,8 +101,14 @@ for _call in (bare_process_vm_readv, bare_process_vm_writev):
 
 def send_iovecs(fd: int, iovecs: int, count: int, flags: int) -> int:
     """``sendmsg`` of the ``count`` iovecs at address ``iovecs``; bytes taken by the kernel."""
-    header = _MsgHdr(iov=iovecs, iovlen=count)
-    return _checked(_sendmsg(fd, ctypes.addressof(header), flags), "sendmsg")
+    message = Message(iov=iovecs, iovlen=count)  # it must outlive the call
+    return send_message(fd, ctypes.addressof(message), flags)
+
+
+def send_message(fd: int, message: int, flags: int) -> int:
+    """``sendmsg`` of the ``Message`` at an address; bytes taken by the kernel."""
+    done: int = _sendmsg(fd, message, flags)
+    return done if done >= 0 else _checked(done, "sendmsg")
 
 
 def send_messages(fd: int, headers: int, count: int, flags: int) -> int:
@@ -115,5 +126,11 @@ def receive(fd: int, address: int, size: int, flags: int) -> int:
 
 def receive_iovecs(fd: int, iovecs: int, count: int, flags: int) -> int:
     """``recvmsg`` into the ``count`` iovecs at address ``iovecs``; bytes received, 0 at the end of the stream."""
-    header = _MsgHdr(iov=iovecs, iovlen=count)
-    return _checked(_recvmsg(fd, ctypes.addressof(header), flags), "recvmsg")
+    message = Message(iov=iovecs, iovlen=count)  # it must outlive the call
+    return receive_message(fd, ctypes.addressof(message), flags)
+
+
+def receive_message(fd: int, message: int, flags: int) -> int:
+    """``recvmsg`` into the ``Message`` at an address; bytes received, 0 at the end of the stream."""
+    done: int = _recvmsg(fd, message, flags)
+    return done if done >= 0 else _checked(done, "recvmsg")

@@ -217,15 +217,20 @@ class DataServer:
 
     def _answer(self, stream: Stream, inbox: _Inbox, request: Request) -> Result:
         deadline = Deadline.after(request.timeout_ms / 1000 + _GRACE_S)
-        tables = inbox.take(request.table_bytes + request.padding, deadline)[: request.table_bytes]
+        table_bytes = request.table_bytes
+        tables = inbox.take(table_bytes + request.padding, deadline)[:table_bytes]
         spans = _Few(tables, request) if request.spans <= FEW else _Many(tables, request)
+        regions, lease = self._regions, object()
         try:
-            with self._regions.lease(spans.regions):
-                if request.epoch not in (0, self._regions.epoch):
-                    message = f"planned with epoch {request.epoch}, now {self._regions.epoch}"
+            try:
+                regions.hold(lease, spans.regions)
+                if request.epoch not in (0, regions.epoch):
+                    message = f"planned with epoch {request.epoch}, now {regions.epoch}"
                     raise StaleEpochError(message)
-                spans.locate(self._regions.view)
+                spans.locate(regions.view)
                 self._move(stream, inbox, request, spans, deadline)
+            finally:
+                regions.let_go(lease)
         except StaleEpochError as error:
             return self._refuse(stream, inbox, request, Result.STALE, error, deadline)
         except UnknownRegionError as error:
@@ -349,10 +354,10 @@ class _Few:
 
     def locate(self, view: RegionView) -> None:
         """See ``_Many.locate``."""
-        extent = min([at for at, _ in self._runs]), max([at + length for at, length in self._runs])
+        low, high = extent = min([at for at, _ in self._runs]), max([at + length for at, length in self._runs])
         bases = [view.base(region, start, extent) for region, start in self._tensors]
         self._words = [word for base in bases for at, length in self._runs for word in (base + at, length)]
-        if not mapped(view.edges(self.regions)):
+        if not mapped([edge for base in bases for edge in (base + low, base + high - 1)]):
             raise MemoryFaultError(_NOT_MAPPED)
 
     def send(self, stream: Stream, deadline: Deadline) -> None:

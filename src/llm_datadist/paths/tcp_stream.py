@@ -19,7 +19,7 @@ from llm_datadist.memory import iovec, syscalls
 from llm_datadist.memory.move import MemoryFaultError, scatter
 from llm_datadist.memory.syscalls import MAX_IOVECS
 from llm_datadist.net.security import tls_of
-from llm_datadist.paths.base import ConnectionLostError, PathError, PathFaultError, PathTimeoutError
+from llm_datadist.paths.base import FEW, ConnectionLostError, PathError, PathFaultError, PathTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,10 @@ class Stream:
         """How many spins to leave out after the next one in vain: where cores are scarce, they hold up the peer."""
         self._to_skip = 0
         self._unsent = memoryview(b"")
+        self._few = ctypes.create_string_buffer(16 * (FEW + 1))
+        """Iovecs of what ``send_few`` and ``receive_few`` move: a header and few ranges."""
+        self._message = syscalls.Message(iov=ctypes.addressof(self._few))
+        self._message_at = ctypes.addressof(self._message)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sock.getsockname()[0] == sock.getpeername()[0]:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -69,8 +73,10 @@ class Stream:
 
         Whole powers of two, so that the next call with a similar deadline need not set it again.
         """
-        rounded = math.ldexp(1.0, math.frexp(max(seconds, _SHORTEST_S))[1] - 1)
-        if self._limits.get(option) != rounded:
+        seconds = max(seconds, _SHORTEST_S)
+        set_to = self._limits.get(option, 0.0)
+        if not set_to <= seconds < 2 * set_to:
+            rounded = math.ldexp(1.0, math.frexp(seconds)[1] - 1)
             self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(rounded), int(rounded % 1 * 1e6)))
             self._limits[option] = rounded
 
@@ -221,10 +227,14 @@ class Stream:
             size -= self.receive_into(scratch[:size], deadline)
 
     def _pump_few(self, words: Sequence[int], total: int, deadline: Deadline, option: int) -> None:
-        packed = ctypes.create_string_buffer(struct.pack(f"{len(words)}Q", *words))
+        struct.pack_into(f"{len(words)}Q", self._few, 0, *words)
+        self._message.iovlen = len(words) // 2
         self.limit(option, deadline.remaining())
         try:
-            done = self._move(ctypes.addressof(packed), len(words) // 2, option)
+            if option == socket.SO_RCVTIMEO:
+                done = syscalls.receive_message(self._fd, self._message_at, socket.MSG_WAITALL)
+            else:
+                done = syscalls.send_message(self._fd, self._message_at, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             done = 0
         except OSError as error:

@@ -41,6 +41,7 @@ ROW_BYTES: Final = 16
 _MAGIC: Final = 0x4C4C4451
 _REQUEST: Final = struct.Struct("<IHHIIQQQ")
 _REPLY: Final = struct.Struct("<IHHI52x")
+_ROW: Final = struct.Struct("<QQ")
 _GREETING: Final = struct.Struct("<16sQB7x32s")
 REQUEST_BYTES: Final = _REQUEST.size
 REPLY_BYTES: Final = _REPLY.size
@@ -221,12 +222,12 @@ def encode_few(request: Request, regions: Sequence[int], offsets: Sequence[int],
 
 def decode_few(data: memoryview, request: Request) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Tensors as (region, start) and runs as (offset, length), as ``decode_spans``."""
-    words = struct.unpack(f"<{len(data) // 8}Q", data)
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    tensors, runs = pairs[: request.tensors], pairs[request.tensors :]
-    if max(words[1::2]) >= _LIMIT or max(words[2 * request.tensors :]) >= _LIMIT:
+    rows = list(_ROW.iter_unpack(data))
+    tensors, runs = rows[: request.tensors], rows[request.tensors :]
+    lengths = [length for _, length in runs]
+    if max([*lengths, *[start for _, start in tensors], *[offset for offset, _ in runs]]) >= _LIMIT:
         raise ProtocolError(_BEYOND)
-    if request.tensors * sum([length for _, length in runs]) != request.total:
+    if request.tensors * sum(lengths) != request.total:
         raise ProtocolError(_SUM)
     return tensors, runs
 

@@ -6,6 +6,7 @@ are hexadecimal text, because JSON of other languages rounds them.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import msgspec
@@ -113,16 +114,28 @@ def decode(value: object) -> Remote:
         raise ValueError(text)
     try:
         remote = msgspec.convert(value, Remote)
-        bad = any(each.cluster_id >> 64 or not 0 < each.port < 1 << 16 for each in remote.workers)
+        bad = any(not 0 < each.cluster_id < 1 << 64 or not 0 < each.port < 1 << 16 for each in remote.workers)
+        bad = bad or not all(_possible(each, remote.facts.ranks) for each in remote.facts.caches)
         if remote.lease is not None:
             bad = bad or not 0 < remote.lease.value < 1 << 64 or remote.lease.slot < 0
+            bad = bad or not 0 < remote.lease.seconds < math.inf
     except (msgspec.ValidationError, ValueError) as error:
         text = f"kv_transfer_params[{KEY!r}] is not what a prefill engine sends: {error}"
         raise ValueError(text) from error
-    if bad or len(remote.workers) != remote.facts.ranks or any(block < 0 for each in remote.blocks for block in each):
+    bad = bad or any(block < 0 for each in remote.blocks for block in each)
+    if bad or not 0 < remote.facts.ranks == len(remote.workers):
         text = f"kv_transfer_params[{KEY!r}] is not what a prefill engine sends: a number is out of range"
         raise ValueError(text)
     return remote
+
+
+def _possible(cache: CacheFacts, ranks: int) -> bool:
+    """Whether there can be such a cache: the arithmetic with its numbers works."""
+    numbers = (cache.layers, cache.heads, cache.replicas, cache.piece_bytes, cache.piece_tokens, cache.block_tokens)
+    if cache.group < 0 or min(*numbers, cache.stride, ranks) < 1:
+        return False
+    even = ranks % cache.replicas == 0 and cache.heads * cache.replicas % ranks == 0
+    return even and cache.block_tokens % cache.piece_tokens == 0
 
 
 _CACHE_FACTS: Final = {

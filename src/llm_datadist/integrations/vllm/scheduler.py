@@ -89,8 +89,12 @@ class Scheduler:
         params = request.kv_transfer_params
         if not params:
             return
-        if params.get("do_remote_decode") and not params.get("describe"):
-            self._leave_last_token(request)
+        if params.get("do_remote_decode"):
+            if not params.get("describe"):
+                self._shorten(request)
+            if params.get("do_remote_prefill"):
+                logger.warning("Request %s is computed here: it asks both to load and to hand over", request.request_id)
+            return
         remote = _remote(request, params) if params.get("do_remote_prefill") else None
         if remote is not None and self._is_first(request.request_id, remote, params):
             self._remotes[request.request_id] = remote
@@ -100,15 +104,19 @@ class Scheduler:
 
     def _is_first(self, request_id: str, remote: Remote, params: Mapping[str, Any]) -> bool:
         """Whether no other request has come for the same KV, which is handed over once: one of several sequences."""
-        name = remote.lease.request if remote.lease is not None else str(params["transfer_id"])
-        first = self._seen.setdefault((remote.engine, name), request_id)
+        engine, name = "", str(params.get("transfer_id"))  # workers know a push by its id alone
+        if remote.lease is not None:
+            engine, name = remote.engine, remote.lease.request
+        first = self._seen.setdefault((engine, name), request_id)
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
         if first != request_id:
             logger.info("Request %s is computed here: request %s gets the KV of %s", request_id, first, name)
         return first == request_id
 
-    def _leave_last_token(self, request: Request) -> None:
+    def _shorten(self, request: Request) -> None:
+        if self._options.mode == "push":
+            request.max_tokens = 1  # it ends with its prompt, so that no preemption frees what is still being pushed
         count = self._backoff
         if not count or request.num_prompt_tokens <= count or request.prompt_token_ids is None:
             return
@@ -124,8 +132,8 @@ class Scheduler:
 
     def _claimed(self, request: Request, remote: Remote) -> int:
         prompt = int(request.num_prompt_tokens)
-        given = remote.tokens or prompt - (self._backoff if prompt > self._backoff else 0)
-        return min(given, prompt)
+        most = prompt - (self._backoff if prompt > self._backoff else 0)
+        return min(remote.tokens or most, most)
 
     # ------------------------------------------------------------ blocks
 
@@ -215,13 +223,17 @@ class Scheduler:
     def _order_parts(self, made: Orders, output: SchedulerOutput, manager: KVCacheManager) -> None:
         computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
+        begun = computed.keys() | cached.resumed_req_ids
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, before in computed.items():
             serving = self._serving.get(request_id)
-            if serving is None or serving.sent >= serving.prompt:
+            if serving is None:
                 continue
-            tokens = min(before + output.num_scheduled_tokens[request_id], serving.prompt)
-            first = min(serving.sent, before)  # less than was sent, if it was preempted and begins again
+            if request_id in begun:
+                serving.sent = 0  # also after a preemption: it has other blocks now, also for what was cached meanwhile
+            if serving.sent >= serving.prompt:
+                continue
+            first, tokens = serving.sent, min(before + output.num_scheduled_tokens[request_id], serving.prompt)
             blocks = self._config.select_transfer_block_ids(manager.get_block_ids(request_id))
             last = tokens >= serving.prompt
             owned = tuple(tuple(each) for each in blocks)
@@ -236,11 +248,15 @@ class Scheduler:
         request_id = request.request_id
         if not params:
             return False, None
-        if params.get("describe"):
-            return False, self._answer(self._described())
-        serving = self._serving.get(request_id)
-        if serving is not None:
-            return self._end_serving(request, serving, block_ids)
+        if params.get("do_remote_decode"):
+            if params.get("describe"):
+                return False, self._answer(self._described())
+            serving = self._serving.get(request_id)
+            if serving is not None:
+                return self._end_serving(request, serving, block_ids)
+            if self._options.mode == "push" and params.get("transfer_id"):  # it never got blocks
+                self._drop(str(params["transfer_id"]), request)
+            return False, None
         self._waiting.pop(request_id, None)
         if params.get("do_remote_prefill"):  # it never got blocks
             params["do_remote_prefill"] = False
@@ -261,7 +277,7 @@ class Scheduler:
                 self._orders.holds.append(Hold(request_id, self._options.lease_seconds, serving.transfer))
                 return True, self._answer(self._described())
             del self._serving[request_id]
-            self._orders.dropped.append((serving.transfer, f"the prefill ended with {request.status.name}"))
+            self._drop(serving.transfer, request)
             return False, None
         if not delivered:
             self._orders.closed.append(request_id)
@@ -272,6 +288,9 @@ class Scheduler:
         lease = contract.Lease(request_id, serving.slot, f"{serving.generation:x}", self._options.lease_seconds)
         blocks = tuple(tuple(each) for each in self._config.select_transfer_block_ids(block_ids))
         return True, self._answer(self._described(tokens=tokens, blocks=blocks, lease=lease))
+
+    def _drop(self, transfer: str, request: Request) -> None:
+        self._orders.dropped.append((transfer, f"the prefill ended with {request.status.name}"))
 
     def _described(self, **more: Any) -> Remote:
         if self._facts is None:

@@ -1,0 +1,146 @@
+"""What the scheduler's half of the vLLM connector orders."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import vllm_stand_in
+from llm_datadist.integrations.vllm.options import Options
+from llm_datadist.integrations.vllm.params import KEY, VERSION, CacheFacts, Facts, Lease, Remote, Worker, encode
+from vllm_stand_in import RequestStatus, SlidingWindowSpec, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SIZE = 16
+FACTS = Facts("1", "m", "d", "c", "f", 1, (CacheFacts(0, "full", 1, 1, 1, 8, SIZE, SIZE, 1),))
+PUSH = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+
+
+class Cache:
+    """A KV cache configuration, and the manager of its blocks: each request has those that a test gives it."""
+
+    def __init__(self, *specs: Spec) -> None:
+        self.transfer_groups = [types.SimpleNamespace(kv_cache_spec=spec) for spec in specs or (Spec(SIZE),)]
+        self.blocks: list[int] = []
+
+    def select_transfer_block_ids(self, block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
+        return tuple(block_ids)
+
+    def get_block_ids(self, request: str = "") -> tuple[list[int], ...]:
+        return tuple(list(self.blocks) for _ in self.transfer_groups)
+
+
+class Half:
+    """The scheduler's half."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: str, *specs: Spec) -> None:
+        module = vllm_stand_in.load("scheduler", monkeypatch)
+        self.cache = Cache(*specs)
+        self.made = module.Scheduler(Options(mode=mode), "engine", self.cache)
+        address = vllm_stand_in.load("metadata", monkeypatch).Address
+        module.Address = address
+        self.made.set_workers({0: address(Worker("b", "127.0.0.1", 1), FACTS)})
+
+    def arrive(self, name: str, params: dict[str, Any], prompt: int = 4 * SIZE) -> Any:
+        tokens = list(range(prompt))
+        request = types.SimpleNamespace(
+            request_id=name,
+            kv_transfer_params=dict(params),
+            num_prompt_tokens=prompt,
+            prompt_token_ids=tokens,
+            _all_token_ids=list(tokens),
+            max_tokens=9,
+            num_computed_tokens=0,
+            status=RequestStatus.RUNNING,
+        )
+        self.made.arrived(request)
+        return request
+
+    def allocate(self, request: Any, blocks: list[int]) -> int:
+        self.cache.blocks = blocks
+        external = int(self.made.matched(request, 0))
+        self.made.allocated(request, self.cache, external)
+        return external
+
+    def step(self, new: dict[str, int], again: dict[str, int], scheduled: int, resumed: Sequence[str] = ()) -> Any:
+        """One step: from which token on each request is computed."""
+        return self.made.orders(
+            types.SimpleNamespace(
+                total_num_scheduled_tokens=scheduled,
+                scheduled_new_reqs=[types.SimpleNamespace(req_id=k, num_computed_tokens=v) for k, v in new.items()],
+                scheduled_cached_reqs=types.SimpleNamespace(
+                    req_ids=list(again), num_computed_tokens=list(again.values()), resumed_req_ids=set(resumed)
+                ),
+                num_scheduled_tokens=dict.fromkeys({*new, *again}, scheduled),
+            ),
+            self.cache,
+        )
+
+
+def remote(lease: str = "", engine: str = "P", tokens: int = 0) -> dict[str, Any]:
+    made = Lease(lease, 1, "ab", 30.0) if lease else None
+    return encode(Remote(VERSION, engine, FACTS, (Worker("a", "127.0.0.1", 1),), tokens, ((1, 2, 3, 4),), made))
+
+
+def test_a_request_that_loads_and_hands_over_at_once_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever for a load that nobody has ordered."""
+    half = Half(monkeypatch, "pull")
+    request = half.arrive("r", {"do_remote_decode": True, "do_remote_prefill": True, KEY: remote("x")})
+    assert half.allocate(request, [1, 2, 3, 4]) == 0
+    orders = half.step({"r": 0}, {}, 64)
+    assert (orders.loads, orders.renewals, orders.links) == ([], [], [])
+    assert [each.request for each in orders.opened] == ["r"]
+
+
+def test_what_was_sent_before_a_preemption_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks went to others, and what the prefix cache has of it since may be in other ones."""
+    half = Half(monkeypatch, "push")
+    request = half.arrive("r", PUSH)
+    half.allocate(request, [1, 2])
+    (part,) = half.step({"r": 0}, {}, 2 * SIZE).parts
+    assert (part.first, part.tokens, part.last) == (0, 2 * SIZE, False)
+    half.cache.blocks = [7, 8, 9, 10]
+    (part,) = half.step({}, {"r": 2 * SIZE}, 2 * SIZE, resumed=["r"]).parts
+    assert (part.first, part.tokens, part.last, part.blocks) == (0, 4 * SIZE, True, ((7, 8, 9, 10),))
+
+
+def test_chunks_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "push")
+    half.allocate(half.arrive("r", PUSH), [1, 2])
+    half.step({"r": SIZE}, {}, SIZE)
+    (part,) = half.step({}, {"r": 2 * SIZE}, 2 * SIZE).parts
+    assert (part.first, part.tokens, part.last) == (2 * SIZE, 4 * SIZE, True)
+
+
+def test_a_push_ends_with_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Half(monkeypatch, "push").arrive("r", PUSH).max_tokens == 1
+    assert Half(monkeypatch, "pull").arrive("r", PUSH).max_tokens == 9
+
+
+def test_a_push_whose_prefill_never_began_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "push")
+    request = half.arrive("r", PUSH)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert half.made.finished(request, ([],)) == (False, None)
+    assert half.step({}, {}, 0).dropped == [("t", "the prefill ended with FINISHED_ABORTED")]
+
+
+def test_one_request_gets_the_kv_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers know a push by its id alone, whoever pushes."""
+    half = Half(monkeypatch, "push")
+    params = {"do_remote_prefill": True, "transfer_id": "t"}
+    first = half.arrive("r1", {**params, KEY: remote(engine="P")})
+    second = half.arrive("r2", {**params, KEY: remote(engine="Q")})
+    assert (half.made.matched(first, 0), half.made.matched(second, 0)) == (4 * SIZE, 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 4 * SIZE, 4 * SIZE - 1])
+def test_behind_a_window_the_last_token_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """It is computed again, and the prefill engine may have freed a block that it needs, if it went further."""
+    half = Half(monkeypatch, "pull", Spec(SIZE), SlidingWindowSpec(SIZE))
+    request = half.arrive("r", {"do_remote_prefill": True, KEY: remote("x", tokens=tokens)})
+    assert half.made.matched(request, 0) == 4 * SIZE - 1

@@ -62,6 +62,7 @@ class Rank:
         side = caches.Side(manager, registered, self.facts, 0, self.peers)
         self.puller = Puller(side)
         self.pusher = Pusher(side, self.pool)
+        self.peers.before_link = self.pusher.leave
         self.ends: dict[str, str] = {}
         self.changed = threading.Condition()
         self.arrivals = Arrivals(side, WAIT_S, self._ended)

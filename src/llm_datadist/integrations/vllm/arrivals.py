@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.integrations.vllm.logs import logger
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.caches import Side
     from llm_datadist.integrations.vllm.orders import Load
     from llm_datadist.integrations.vllm.params import Worker
+
+
+ABORTED: Final = "the request was aborted"
+"""How a load ends that is not wanted any more: no failure."""
 
 
 @dataclasses.dataclass
@@ -86,27 +90,39 @@ class Arrivals:
     def _tell(self, worker: Worker, message: Register | Cancel, arrival: _Arrival | None) -> str:
         """Tell a worker; why it does not know of the load, or empty if it does, or may."""
         cluster_id = worker.cluster_id
+        told = False
         try:
+            if not self._owed(cluster_id):  # so a link that has ended may be made again: it has nothing to write
+                self._side.peers.forget_ended(cluster_id)
             self._side.peers.link(worker)
             with arrival.telling if arrival is not None else contextlib.nullcontext():
-                if arrival is not None:
-                    if arrival.error:
-                        return arrival.error
+                given_up = "" if arrival is None else arrival.error
+                if given_up and isinstance(message, Register):
+                    message = Cancel(message.transfer, message.readers)
+                elif arrival is not None:
+                    told = True
                     arrival.told.add(cluster_id)
                 self._side.peers.send(cluster_id, message)
         except UnreachableError as error:
             return f"the prefill worker cannot be told: {error}"
         except LLMException as error:
-            text = f"the prefill worker has not confirmed in time: {error}"
-            if error.status_code is not LLMStatusCode.LLM_TIMEOUT:
+            late, ended = (
+                error.status_code is code for code in (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_NOT_YET_LINK)
+            )
+            text = f"the prefill worker {'has not confirmed in time' if late else 'cannot be told'}: {error}"
+            if ended and told:
                 self._condemn(cluster_id)
-                text = f"the prefill worker cannot be told: {error}"
-                if not self._side.peers.may_write(cluster_id):
-                    return text
-            if arrival is not None:  # it may have arrived
-                arrival.error = arrival.error or text
-                self._stop_others(arrival)
-        return ""
+            if arrival is None or not told or not (late or (ended and self._side.peers.may_write(cluster_id))):
+                return text
+            arrival.error = arrival.error or text  # it may have arrived
+            self._stop_others(arrival)
+            return ""
+        return given_up
+
+    def _owed(self, cluster_id: int) -> bool:
+        """Whether a worker knows of a load, and has not said how it ended."""
+        with self._lock:
+            return any(cluster_id in each.told and cluster_id in each.pending for each in self._arrivals.values())
 
     def _condemn(self, cluster_id: int) -> None:
         self._side.peers.condemn(cluster_id, self._timeout_s, "its link has ended while it could write to this worker")
@@ -133,7 +149,7 @@ class Arrivals:
         with self._lock:
             found = [each for each in self._arrivals.values() if each.load.request == request]
             for each in found:
-                each.error = each.error or "the request was aborted"
+                each.error = each.error or ABORTED
         for each in found:
             self._stop_others(each)
 

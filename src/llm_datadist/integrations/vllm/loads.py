@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _SCRATCH: Final = 64
 """More than threads that load at a time."""
+_RENEWED_AT_ONCE: Final = 256
+"""Requests in one message, whose length is bounded."""
 
 
 class LoadError(Exception):
@@ -48,26 +50,34 @@ class Puller:
         Raises:
             LoadError: not everything is there.
         """
+        try:
+            try:
+                return self._pull(load)
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+                    raise
+                logger.info("The load of request %s is tried again over new links: %s", load.request, error)
+                for worker in load.remote.workers:
+                    self._side.peers.lost(worker.cluster_id)
+                return self._pull(load)
+        except (LLMException, UnreachableError, ValueError) as error:
+            raise LoadError(str(error)) from error
+
+    def _pull(self, load: Load) -> int:
         remote = load.remote
         moved = 0
-        try:
-            for rank, parts in self._side.routes(remote.facts).items():
-                cluster_id = self._side.peers.link(remote.workers[rank])
-                for cache, source in parts:
-                    moved += self._pull_part(load, cluster_id, cache, source)
-                if remote.lease is not None:
-                    self._check_lease(remote.workers[rank], remote.lease)
-        except (LLMException, UnreachableError, ValueError) as error:
-            if isinstance(error, LLMException) and error.status_code is LLMStatusCode.LLM_NOT_YET_LINK:
-                for worker in remote.workers:
-                    self._side.peers.lost(worker.cluster_id)
-            raise LoadError(str(error)) from error
+        for rank, parts in self._side.routes(remote.facts).items():
+            cluster_id = self._side.peers.link(remote.workers[rank])
+            for cache, source in parts:
+                moved += self._pull_part(load, cluster_id, cache, source)
+            if remote.lease is not None:
+                self._check_lease(remote.workers[rank], remote.lease)
         return moved
 
     def _pull_part(self, load: Load, cluster_id: int, cache: int, source: Source) -> int:
         ours, theirs = self._side.facts.caches[cache], load.remote.facts.caches[cache]
         group = ours.group
-        blocks = (load.blocks[group], load.remote.blocks[group])
+        blocks = (load.blocks[group], load.remote.blocks[group] if group < len(load.remote.blocks) else ())
         found = pieces(ours, theirs, source, range(load.first, load.tokens), blocks)
         if not found.ours:
             return 0
@@ -111,16 +121,17 @@ class Puller:
             for worker in remote.workers if remote.lease is not None and self._side.rank == 0 else ():
                 by_worker.setdefault(worker, []).append(remote.lease.request if remote.lease else "")
         for worker, requests in by_worker.items():
-            self._tell(worker, Renew(tuple(requests)))
+            for at in range(0, len(requests), _RENEWED_AT_ONCE):
+                self._tell(worker, Renew(tuple(requests[at : at + _RENEWED_AT_ONCE])))
 
     def _tell(self, worker: Worker, message: Done | Renew) -> None:
         try:
             self._side.peers.send(self._side.peers.link(worker), message)
         except UnreachableError as error:
-            logger.debug("%s is not told %r: %s", worker, message, error)
+            logger.debug("%s is not told %s: %s", worker, type(message).__name__, error)
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_NOT_YET_LINK:
                 self._side.peers.lost(worker.cluster_id)
-            logger.warning(
-                "A prefill worker was not told %r, and keeps the blocks until its lease ends: %s", message, error
-            )
+            requests = message.requests if isinstance(message, Renew) else (message.request,)
+            what = f"{type(message).__name__} of request {requests[0]}, {len(requests)} in all"
+            logger.warning("A prefill worker was not told %s: its leases end in their own time: %s", what, error)

@@ -10,6 +10,8 @@ from llm_datadist import LLMClusterInfo, LLMException, LLMStatusCode
 from llm_datadist.integrations.vllm import messages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.vllm.messages import Message
     from llm_datadist.integrations.vllm.params import Worker
@@ -31,6 +33,9 @@ class Peers:
         self._timeout_ms = link_timeout_ms
         self._lock = threading.Lock()
         self._peers: dict[int, _Peer] = {}
+        self.before_link: Callable[[int, float], bool] = lambda *_: True
+        """Called before a cluster is linked that is not: has what was begun over a former link end within so many
+        seconds, and says whether it has."""
 
     def link(self, worker: Worker) -> int:
         """Make sure that there is a link; the cluster id.
@@ -50,6 +55,8 @@ class Peers:
         return cluster_id
 
     def _try(self, worker: Worker, peer: _Peer) -> None:
+        if not self.is_linked(worker.cluster_id) and not self.before_link(worker.cluster_id, self._timeout_ms / 1000):
+            raise UnreachableError("a push over a former link to it has not ended yet")
         info = LLMClusterInfo()
         info.remote_cluster_id = worker.cluster_id
         info.append_local_ip_info(worker.host, 0)
@@ -70,6 +77,11 @@ class Peers:
         except LLMException:
             return False
         return True
+
+    def forget_ended(self, cluster_id: int) -> None:
+        """Have a link that has ended made again when it is next needed."""
+        if not self.is_linked(cluster_id):
+            self.lost(cluster_id)
 
     def may_write(self, cluster_id: int) -> bool:
         """Whether a worker may still write to memory of this one; it may be so for a while after its link has ended."""

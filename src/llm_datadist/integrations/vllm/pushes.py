@@ -84,6 +84,7 @@ class Pusher:
             layer: (cache, at) for cache, each in enumerate(side.caches) for layer, at in each.pages.layers.items()
         }
         self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
         self._transfers: dict[str, _Transfer] = {}
         self._open: list[tuple[Part, set[tuple[int, int]]]] = []
         """The parts of this step, and which layers are not final yet."""
@@ -143,6 +144,7 @@ class Pusher:
                 transfer = self._transfer(name)
                 transfer.stop = why
                 self._kick(name, transfer)
+                self._finish(name, transfer)  # if all have been told already
 
     def expire(self, orphan_seconds: float) -> list[str]:
         """Give up transfers for which nobody has registered in time; requests whose blocks were kept for them."""
@@ -199,6 +201,23 @@ class Pusher:
             target.stop = target.stop or "it was cancelled"
             target.told = False  # it waits for an answer, also if it has got one
             self._kick(message.transfer, transfer)
+
+    def leave(self, cluster_id: int, seconds: float) -> bool:
+        """Push nothing more that a decode worker has asked for over a link that has ended: it may have given it up.
+
+        To be called before this side links it again. Whether all that ran has ended, after so many seconds at most.
+        """
+
+        def left() -> list[_Target]:
+            every = (each.targets.get(cluster_id) for each in self._transfers.values())
+            return [each for each in every if each is not None and not each.told]
+
+        with self._lock:
+            for target in left():
+                target.stop = target.stop or "the link to the decode worker has ended"
+            for name, transfer in list(self._transfers.items()):
+                self._kick(name, transfer)
+            return self._told.wait_for(lambda: not left(), seconds)
 
     def _transfer(self, name: str) -> _Transfer:
         now = time.monotonic()
@@ -282,6 +301,7 @@ class Pusher:
         with self._lock:
             target.active, target.told = False, True
             self._finish(name, transfer)
+            self._told.notify_all()
         self.changed()
 
     def _finish(self, name: str, transfer: _Transfer) -> None:

@@ -92,6 +92,7 @@ class Worker:
         self._pusher = Pusher(side, self._pool)
         self._pusher.failed = self._push_failed
         self._pusher.changed = self._wake
+        self._peers.before_link = self._pusher.leave
         timeout_s = float(self._options.push_timeout_seconds)
         self._arrivals = Arrivals(side, timeout_s, self._ended)
         if dist.listen_address is None:

@@ -151,14 +151,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002 - known
         """What has ended since the last step."""
         orders = self._connector_metadata
-        self._ended = self._w.end(orders if isinstance(orders, Orders) else None)
+        ended = self._w.end(orders if isinstance(orders, Orders) else None)
         return KVConnectorTransferResults(
-            finished_sending=self._ended.sent, finished_recving=self._ended.received, failed_recving=self._ended.failed
+            finished_sending=ended.sent, finished_recving=ended.received, failed_recving=ended.failed
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of this step's results that are not what they should be."""
-        return self._ended.bad_blocks
 
     # ------------------------------------------------------------ statistics
 

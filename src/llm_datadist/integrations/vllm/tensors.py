@@ -42,6 +42,18 @@ def check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise ValueError(text)
 
 
+def check_push(kv_caches: dict[str, torch.Tensor]) -> None:
+    """Refuse to push from a device: vLLM's hooks say that a layer was launched there, not that its KV is final.
+
+    Raises:
+        ValueError: names the device.
+    """
+    for layer, tensor in kv_caches.items():
+        if tensor.device.type != "cpu":
+            text = f"mode 'push' needs KV in host memory, but that of layer {layer} is on {tensor.device}: use 'pull'"
+            raise ValueError(text)
+
+
 def pages_of(
     tensors: dict[str, torch.Tensor], config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[Pages, KVCacheSpec]]:

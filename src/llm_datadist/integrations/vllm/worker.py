@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMException, LLMRole
 from llm_datadist.integrations.vllm import caches, messages, params, tensors
-from llm_datadist.integrations.vllm.arrivals import Arrivals
+from llm_datadist.integrations.vllm.arrivals import ABORTED, Arrivals
 from llm_datadist.integrations.vllm.loads import LoadError, Puller
 from llm_datadist.integrations.vllm.logs import logger
 from llm_datadist.integrations.vllm.messages import Cancel, Done, Register, Renew, Stopped, Written
@@ -46,7 +46,8 @@ class Results:
     sent: set[str] = dataclasses.field(default_factory=set)
     received: set[str] = dataclasses.field(default_factory=set)
     failed: set[str] = dataclasses.field(default_factory=set)
-    bad_blocks: set[int] = dataclasses.field(default_factory=set)
+    """Of those received. By request, not by block: vLLM then computes all of it. From the first bad block on would be
+    wrong behind a sliding window, where the blocks before it were never there."""
 
 
 class Worker:
@@ -73,6 +74,8 @@ class Worker:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the transfer library, and make the KV cache known to it, where it is."""
+        if self._options.mode == "push":
+            tensors.check_push(kv_caches)
         dist = LLMDataDist(LLMRole.MIX, self._cluster_id)
         if self._options.populate:
             for tensor in kv_caches.values():
@@ -99,7 +102,6 @@ class Worker:
             raise RuntimeError("the transfer library does not listen")
         host, port = dist.listen_address
         self.address: Address = Address(params.Worker(f"{self._cluster_id:x}", host, port), facts)
-        self._single_group = len(self._kv_cache_config.transfer_groups) == 1
         threading.Thread(target=self._read_mail, name="llm-datadist-vllm-mail", daemon=True).start()
         size = sum(len(each.addresses) * each.shape.pieces * each.shape.piece_bytes for each, _ in found)
         logger.info("Rank %d listens on %s:%d; %d caches, %.2f GiB", self._rank, host, port, len(found), size / 2**30)
@@ -227,19 +229,17 @@ class Worker:
         self._puller.release(load.remote)
 
     def _ended(self, load: Load, seconds: float, moved: int, error: str) -> None:
-        if error:
+        failed = error not in {"", ABORTED}
+        if failed:
             logger.error("The KV of request %s was not loaded: %s", load.request, error)
         with self._changed:
             self._running -= 1
             self._results.received.add(load.request)
-            if not error:
-                self._stats.transferred(seconds, moved)
-            elif self._single_group:
-                self._stats.count("failed_loads")
-                self._results.bad_blocks.update(block for block in load.blocks[0] if block)
-            else:
+            if failed:
                 self._stats.count("failed_loads")
                 self._results.failed.add(load.request)
+            elif not error:
+                self._stats.transferred(seconds, moved)
             self._changed.notify_all()
 
     def _read_mail(self) -> None:

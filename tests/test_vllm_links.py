@@ -163,3 +163,23 @@ def test_many_leases_are_renewed_in_messages_that_fit(pair: tuple[Rank, Rank]) -
     names = [f"cmpl-{n:032x}-0-{n:08x}" for n in range(3000)]
     decode.puller.renew([prefill.remote([], Lease(name, 1, "a", 30.0)) for name in names])
     until(lambda: got == names)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_pushed_to_a_request_with_another_prompt(pair: tuple[Rank, Rank], late: bool) -> None:
+    prefill, decode = pair
+    before = decode.memory.copy()
+
+    def prefilled() -> None:
+        prefill.pusher.begin([Part("p", "t", 0, 3 * TOKENS, True, (THEIRS,), "prompt 1")])
+        prefill.pusher.step_done()
+
+    if late:
+        prefilled()
+    load = Load("d", prefill.remote(), 0, 3 * TOKENS, (OURS,), transfer="t", digest="prompt 2")
+    decode.arrivals.note(load)
+    decode.arrivals.expect(load)
+    if not late:
+        prefilled()
+    assert decode.end_of("d").endswith("has not pushed all of it: it is of another prompt")
+    assert np.array_equal(decode.memory, before)

@@ -9,7 +9,7 @@ import pytest
 
 import vllm_stand_in
 from llm_datadist.integrations.vllm.options import Options
-from llm_datadist.integrations.vllm.params import KEY, VERSION, CacheFacts, Facts, Lease, Remote, Worker, encode
+from llm_datadist.integrations.vllm.params import KEY, VERSION, CacheFacts, Facts, Lease, Remote, Worker, digest, encode
 from vllm_stand_in import RequestStatus, SlidingWindowSpec, Spec
 
 if TYPE_CHECKING:
@@ -81,9 +81,10 @@ class Half:
         )
 
 
-def remote(lease: str = "", engine: str = "P", tokens: int = 0) -> dict[str, Any]:
+def remote(lease: str = "", engine: str = "P", tokens: int = 0, prompt: Sequence[int] = ()) -> dict[str, Any]:
     made = Lease(lease, 1, "ab", 30.0) if lease else None
-    return encode(Remote(VERSION, engine, FACTS, (Worker("a", "127.0.0.1", 1),), tokens, ((1, 2, 3, 4),), made))
+    where, blocks = (Worker("a", "127.0.0.1", 1),), ((1, 2, 3, 4),)
+    return encode(Remote(VERSION, engine, FACTS, where, tokens, blocks, made, digest(prompt) if prompt else ""))
 
 
 def test_a_request_that_loads_and_hands_over_at_once_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +145,58 @@ def test_behind_a_window_the_last_token_is_not_loaded(monkeypatch: pytest.Monkey
     half = Half(monkeypatch, "pull", Spec(SIZE), SlidingWindowSpec(SIZE))
     request = half.arrive("r", {"do_remote_prefill": True, KEY: remote("x", tokens=tokens)})
     assert half.made.matched(request, 0) == 4 * SIZE - 1
+
+
+def test_what_is_pushed_under_one_id_is_of_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send several in one request: the router gives all of them the same id."""
+    half = Half(monkeypatch, "push")
+    first, second = half.arrive("r1", PUSH, 2 * SIZE), half.arrive("r2", PUSH, 3 * SIZE)
+    half.allocate(first, [1, 2])
+    half.allocate(second, [3, 4, 5])
+    parts = half.step({"r1": 0, "r2": 0}, {}, 3 * SIZE).parts
+    assert [(each.request, each.digest) for each in parts] == [("r1", digest(range(2 * SIZE)))]
+    second.status = first.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    kept, answer = half.made.finished(second, ([3, 4, 5],))
+    assert (kept, KEY in answer) == (False, True)
+    assert half.made.finished(first, ([1, 2],))[0]
+    orders = half.step({}, {}, 0)
+    assert (orders.dropped, [each.request for each in orders.holds]) == ([], ["r1"])
+
+
+def test_one_of_several_prompts_that_is_aborted_ends_no_push_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "push")
+    half.allocate(half.arrive("r1", PUSH), [1, 2, 3, 4])
+    second = half.arrive("r2", PUSH)
+    second.status = RequestStatus.FINISHED_ABORTED
+    assert half.made.finished(second, ([],)) == (False, None)
+    assert half.step({}, {}, 0).dropped == []
+
+
+def test_a_push_is_asked_for_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "push", Spec(SIZE), SlidingWindowSpec(SIZE))
+    request = half.arrive("r", {"do_remote_prefill": True, "transfer_id": "t", KEY: remote()})
+    half.allocate(request, [1, 2, 3, 4])
+    (load,) = half.step({}, {}, 0).loads
+    other = half.arrive("p", PUSH)
+    half.allocate(other, [5, 6, 7, 8])
+    (part,) = half.step({"p": 0}, {}, 4 * SIZE).parts
+    assert load.digest == part.digest == digest(range(4 * SIZE - 1))
+
+
+@pytest.mark.parametrize(("tokens", "matched"), [(4 * SIZE, 4 * SIZE), (2 * SIZE, 2 * SIZE), (6 * SIZE, 0)])
+def test_kv_is_loaded_for_its_own_prompt(monkeypatch: pytest.MonkeyPatch, tokens: int, matched: int) -> None:
+    """Or for what begins with it."""
+    half = Half(monkeypatch, "pull")
+    mine = {"do_remote_prefill": True, KEY: remote("x", tokens=tokens, prompt=range(tokens))}
+    assert half.made.matched(half.arrive("r1", mine), 0) == matched
+    theirs = {"do_remote_prefill": True, KEY: remote("y", tokens=tokens, prompt=range(1, tokens + 1))}
+    assert half.made.matched(half.arrive("r2", theirs), 0) == 0
+
+
+def test_a_prefill_engine_tells_of_which_prompt_its_kv_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "pull")
+    request = half.arrive("r", {"do_remote_decode": True})
+    half.allocate(request, [1, 2, 3, 4])
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 4 * SIZE
+    _, answer = half.made.finished(request, ([1, 2, 3, 4],))
+    assert answer[KEY]["digest"] == digest(range(4 * SIZE))

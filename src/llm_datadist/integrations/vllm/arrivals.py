@@ -79,7 +79,7 @@ class Arrivals:
             readers = max(1, counts[rank])
             first = load.first if wanted else load.tokens
             message: Register | Cancel = Register(
-                load.transfer, readers, self._side.facts, self._side.rank, first, load.tokens, load.blocks
+                load.transfer, readers, self._side.facts, self._side.rank, first, load.tokens, load.blocks, load.digest
             )
             if cancelled:
                 message = Cancel(load.transfer, readers)

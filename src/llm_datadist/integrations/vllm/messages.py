@@ -40,6 +40,8 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     """The first one that is not."""
     blocks: tuple[tuple[int, ...], ...]
     """For each KV group the blocks at the decode engine; 0 where none is wanted."""
+    digest: str = ""
+    """Of the prompt; nothing is pushed for another one."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -25,6 +25,8 @@ class Load:
     blocks: Blocks
     transfer: str = ""
     """Wait for a push under this id; pull if empty."""
+    digest: str = ""
+    """Of the prompt, for a push."""
     error: str = ""
     """Report a failure instead, for this reason."""
     reported: bool = True
@@ -59,3 +61,5 @@ class Part:
     tokens: int
     last: bool
     blocks: Blocks
+    digest: str = ""
+    """Of the prompt."""

@@ -6,12 +6,17 @@ are hexadecimal text, because JSON of other languages rounds them.
 
 from __future__ import annotations
 
+import array
+import hashlib
 import math
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from llm_datadist.integrations.vllm.heads import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 VERSION: Final = 1
 KEY: Final = "llm_datadist"
@@ -96,6 +101,13 @@ class Remote(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: tuple[tuple[int, ...], ...] = ()
     """For each KV group the request's blocks, that of its first token first; 0 where a group keeps none."""
     lease: Lease | None = None
+    digest: str = ""
+    """Of the tokens whose KV it is."""
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """What tells prompts apart."""
+    return hashlib.blake2b(array.array("q", tokens).tobytes(), digest_size=8).hexdigest()
 
 
 def encode(remote: Remote) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class _Transfer:
     complete: bool = False
     """All jobs are there."""
     stop: str = ""
+    digest: str = ""
+    """Of the prompt whose KV it is, once there are jobs."""
     held: str = ""
     """The request, once it has ended and its blocks are kept for this."""
     seconds: float = 0.0
@@ -126,6 +128,7 @@ class Pusher:
                 missing.difference_update(now)
                 if now:
                     transfer = self._transfer(part.transfer)
+                    transfer.digest = part.digest
                     transfer.jobs += [_Job(part, cache, range(at, at + 1)) for cache, at in now]
                     self._kick(part.transfer, transfer)
 
@@ -228,8 +231,7 @@ class Pusher:
     def _kick(self, name: str, transfer: _Transfer) -> None:
         """Have threads push what is there. With the lock held."""
         for target in transfer.targets.values():
-            if transfer.stop and not target.stop:
-                target.stop = transfer.stop
+            target.stop = target.stop or transfer.stop or _other_prompt(target.register, transfer.digest)
             work = target.pushed < len(transfer.jobs) or transfer.complete or target.stop
             if work and not target.active and not target.told:
                 target.active = True
@@ -310,6 +312,12 @@ class Pusher:
         if transfer.held:
             self._freed.add(transfer.held)
         self._transfers.pop(name, None)
+
+
+def _other_prompt(register: Register | None, digest: str) -> str:
+    """Why a reader must not get the KV: it wants that of another prompt of the same request of a client."""
+    wanted = "" if register is None else register.digest
+    return "it is of another prompt" if wanted and digest and wanted != digest else ""
 
 
 def _follows(job: _Job, first: _Job, layers: range) -> bool:

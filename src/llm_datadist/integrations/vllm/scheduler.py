@@ -43,6 +43,7 @@ class _Serving:
     generation: int = 0
     transfer: str = ""
     prompt: int = 0
+    digest: str = ""
     sent: int = 0
     """Tokens whose blocks have been ordered to be pushed."""
 
@@ -96,11 +97,20 @@ class Scheduler:
                 logger.warning("Request %s is computed here: it asks both to load and to hand over", request.request_id)
             return
         remote = _remote(request, params) if params.get("do_remote_prefill") else None
-        if remote is not None and self._is_first(request.request_id, remote, params):
+        if remote is not None and self._is_of(request, remote) and self._is_first(request.request_id, remote, params):
             self._remotes[request.request_id] = remote
             self._orders.links.append(remote)
             if remote.lease is not None:
                 self._waiting[request.request_id] = remote
+
+    def _is_of(self, request: Request, remote: Remote) -> bool:
+        """Whether it is the KV of this prompt: a client may send several in one request."""
+        same = not remote.digest or _digest(request, remote.tokens) in {"", remote.digest}
+        if not same:
+            logger.warning(
+                "Request %s is computed here: the KV that came with it is of another prompt", request.request_id
+            )
+        return same
 
     def _is_first(self, request_id: str, remote: Remote, params: Mapping[str, Any]) -> bool:
         """Whether no other request has come for the same KV, which is handed over once: one of several sequences."""
@@ -153,10 +163,10 @@ class Scheduler:
     def _begin_serving(self, request: Request, params: Mapping[str, Any]) -> None:
         if request.request_id in self._serving or params.get("describe"):
             return
-        serving = _Serving(prompt=request.num_prompt_tokens)
+        serving = _Serving(prompt=request.num_prompt_tokens, digest=_digest(request, request.num_prompt_tokens))
         if self._options.mode == "push":
             serving.transfer = str(params.get("transfer_id") or "")
-            if not serving.transfer:
+            if not serving.transfer or self._pushes(serving.transfer):
                 return
         elif self._slots:
             serving.slot, serving.generation = self._slots.popleft(), secrets.randbits(63) | 1
@@ -176,7 +186,8 @@ class Scheduler:
             return
         wanted = self._wanted(self._config.select_transfer_block_ids(block_ids), first, tokens)
         transfer, error = _transfer(request, remote), self._misfit(remote)
-        self._orders.loads.append(Load(request_id, remote, first, tokens, wanted, transfer, error))
+        digest = _digest(request, tokens) if transfer else ""
+        self._orders.loads.append(Load(request_id, remote, first, tokens, wanted, transfer, digest, error))
         self._loading.add(request_id)
 
     def _misfit(self, remote: Remote) -> str:
@@ -237,7 +248,7 @@ class Scheduler:
             blocks = self._config.select_transfer_block_ids(manager.get_block_ids(request_id))
             last = tokens >= serving.prompt
             owned = tuple(tuple(each) for each in blocks)
-            made.parts.append(Part(request_id, serving.transfer, first, tokens, last, owned))
+            made.parts.append(Part(request_id, serving.transfer, first, tokens, last, owned, serving.digest))
             serving.sent = tokens
 
     # ------------------------------------------------------------ the end
@@ -254,9 +265,7 @@ class Scheduler:
             serving = self._serving.get(request_id)
             if serving is not None:
                 return self._end_serving(request, serving, block_ids)
-            if self._options.mode == "push" and params.get("transfer_id"):  # it never got blocks
-                self._drop(str(params["transfer_id"]), request)
-            return False, None
+            return False, self._end_unserved(request, params)
         self._waiting.pop(request_id, None)
         if params.get("do_remote_prefill"):  # it never got blocks
             params["do_remote_prefill"] = False
@@ -287,7 +296,22 @@ class Scheduler:
         self._orders.holds.append(Hold(request_id, self._options.lease_seconds))
         lease = contract.Lease(request_id, serving.slot, f"{serving.generation:x}", self._options.lease_seconds)
         blocks = tuple(tuple(each) for each in self._config.select_transfer_block_ids(block_ids))
-        return True, self._answer(self._described(tokens=tokens, blocks=blocks, lease=lease))
+        digest = serving.digest if tokens == serving.prompt else _digest(request, tokens)
+        return True, self._answer(self._described(tokens=tokens, blocks=blocks, lease=lease, digest=digest))
+
+    def _end_unserved(self, request: Request, params: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One that never got blocks, or another one is pushed under its id; what the client is told."""
+        transfer = str(params.get("transfer_id") or "")
+        if self._options.mode != "push" or not transfer:
+            return None
+        if request.status in _DELIVERED:
+            return self._answer(self._described())
+        if not self._pushes(transfer):
+            self._drop(transfer, request)
+        return None
+
+    def _pushes(self, transfer: str) -> bool:
+        return any(each.transfer == transfer for each in self._serving.values())
 
     def _drop(self, transfer: str, request: Request) -> None:
         self._orders.dropped.append((transfer, f"the prefill ended with {request.status.name}"))
@@ -317,6 +341,12 @@ class Scheduler:
         serving = self._serving.pop(request_id, None)
         if serving is not None and serving.slot >= 0:
             self._slots.append(serving.slot)
+
+
+def _digest(request: Request, count: int) -> str:
+    """Of the first tokens of its prompt; empty if it has none."""
+    tokens = request.prompt_token_ids
+    return "" if tokens is None else contract.digest(tokens[:count])
 
 
 def _transfer(request: Request, remote: Remote) -> str:

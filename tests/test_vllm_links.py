@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from llm_datadist import LLMClusterInfo
+from llm_datadist.integrations.vllm import pushes
 from llm_datadist.integrations.vllm.messages import Renew
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
 from llm_datadist.integrations.vllm.params import Lease
 from until import until
-from vllm_kit import TOKENS, Rank
+from vllm_kit import LAYERS, TOKENS, Rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,3 +184,26 @@ def test_nothing_is_pushed_to_a_request_with_another_prompt(pair: tuple[Rank, Ra
         prefilled()
     assert decode.end_of("d").endswith("has not pushed all of it: it is of another prompt")
     assert np.array_equal(decode.memory, before)
+
+
+def test_a_part_is_planned_once_for_all_layers(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair
+    planned: list[range] = []
+    real = pushes.pieces
+
+    def counted(*args: Any) -> Any:
+        planned.append(args[3])
+        return real(*args)
+
+    monkeypatch.setattr(pushes, "pieces", counted)
+    expected(prefill, decode)
+    until(lambda: "t" in prefill.pusher._transfers)
+    for first, tokens in ((0, TOKENS), (TOKENS, 3 * TOKENS)):
+        prefill.pusher.begin([Part("p", "t", first, tokens, tokens == 3 * TOKENS, (THEIRS,))])
+        for layer in range(LAYERS):
+            prefill.pusher.layer_done(f"layer{layer}")
+            until(lambda: not prefill.pusher._transfers["t"].targets[decode.cluster_id].active)
+        prefill.pusher.step_done()
+    assert decode.end_of("t") == ""
+    assert same(prefill, decode)
+    assert planned == [range(TOKENS), range(TOKENS, 3 * TOKENS)]

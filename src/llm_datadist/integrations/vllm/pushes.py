@@ -43,6 +43,8 @@ class _Target:
     sources: tuple[tuple[int, Source], ...] = ()
     pushed: int = 0
     """Jobs it has got."""
+    planned: dict[tuple[int, Source], tuple[Part, Pieces | None]] = dataclasses.field(default_factory=dict)
+    """Of the last part: the same for all of its layers."""
     active: bool = False
     """A thread is pushing to it."""
     stop: str = ""
@@ -274,23 +276,30 @@ class Pusher:
         return count, ""
 
     def _push_part(self, target: _Target, job: _Job, source: Source, layers: range) -> None:
-        register = target.register
-        if register is None:
-            return
-        theirs, ours = register.facts.caches[job.cache], self._side.facts.caches[job.cache]
-        begin = job.part.first // theirs.block_tokens * theirs.block_tokens  # all of a block that was not full
-        span = range(max(register.first, begin), min(register.tokens, job.part.tokens))
-        if not span:
-            return
-        blocks = (register.blocks[theirs.group], job.part.blocks[ours.group])
-        found: Pieces = pieces(theirs, ours, source, span, blocks)
-        if not found.ours:
+        part, found = target.planned.get((job.cache, source), (None, None))
+        if part is not job.part:
+            found = self._plan(target, job, source)
+            target.planned[job.cache, source] = (job.part, found)
+        if found is None:
             return
         key = BlocksCacheKey(target.cluster_id, LEASES_MODEL + 1 + job.cache)
         cache = self._side.caches[job.cache].cache
         self._side.manager.push_blocks(
             key, cache, found.theirs, found.ours, src_layer_range=layers, dst_layer_range=layers, tensor_num_per_layer=1
         )
+
+    def _plan(self, target: _Target, job: _Job, source: Source) -> Pieces | None:
+        """What of a part goes where; None if nothing."""
+        register = target.register
+        if register is None:
+            return None
+        theirs, ours = register.facts.caches[job.cache], self._side.facts.caches[job.cache]
+        begin = job.part.first // theirs.block_tokens * theirs.block_tokens  # all of a block that was not full
+        span = range(max(register.first, begin), min(register.tokens, job.part.tokens))
+        if not span:
+            return None
+        found = pieces(theirs, ours, source, span, (register.blocks[theirs.group], job.part.blocks[ours.group]))
+        return found if found.ours else None
 
     def _tell(self, name: str, transfer: _Transfer, target: _Target) -> None:
         """Tell a reader how it ended; nothing is written to it any more."""

@@ -77,4 +77,5 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     for each in _ON_VLLM:  # first set, so that what is imported meanwhile goes with it
         monkeypatch.setitem(sys.modules, f"{OURS}.{each}", types.ModuleType(each))
         del sys.modules[f"{OURS}.{each}"]
+        vars(importlib.import_module(OURS)).pop(each, None)  # that of an earlier test
     return importlib.import_module(f"{OURS}.{name}")

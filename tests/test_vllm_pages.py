@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +15,7 @@ from llm_datadist.integrations.vllm import params
 from llm_datadist.integrations.vllm.heads import Split
 from llm_datadist.integrations.vllm.pages import View, arrange
 from llm_datadist.integrations.vllm.params import CacheFacts, Facts
-from llm_datadist.integrations.vllm.routes import pieces, reader_counts, routes
+from llm_datadist.integrations.vllm.routes import Pieces, pieces, reader_counts, routes
 
 PIECE = 2  # bytes
 LAYER = "model.layers.0"
@@ -58,6 +62,12 @@ def memory(facts: Facts, rank: int, blocks: list[int], chunks: int) -> np.ndarra
     return held
 
 
+def _pieces(few: int, *args: Any) -> Pieces:
+    """With so many chunks looked at one by one."""
+    with mock.patch.object(sys.modules[pieces.__module__], "_FEW", few):
+        return pieces(*args)
+
+
 @given(pairs(), st.integers(1, 9), st.data())
 def test_every_rank_gets_its_heads_from_whoever_has_them(
     pair: tuple[Facts, Facts, int], chunks: int, data: st.DataObject
@@ -82,20 +92,24 @@ def test_every_rank_gets_its_heads_from_whoever_has_them(
             reads[owner] += 1
             source = memory(theirs, owner, their_blocks, chunks)
             for _, part in parts:
-                found = pieces(mine, other, part, range(first, tokens), (wanted, their_blocks))
-                got[found.ours] = source[found.theirs]
+                alike = [
+                    _pieces(few, mine, other, part, range(first, tokens), (wanted, their_blocks)) for few in (0, 64)
+                ]
+                assert alike[0] == alike[1]
+                got[alike[0].ours] = source[alike[0].theirs]
         assert (got == right).all()
     assert tuple(reads) == reader_counts(ours, theirs)
 
 
-def test_what_the_other_side_has_not_is_an_error() -> None:
+@pytest.mark.parametrize("few", [0, 64])
+def test_what_the_other_side_has_not_is_an_error(few: int) -> None:
     engine = facts(1, 1, 1, 4, 4, 0)
     ((_, source),) = routes(engine, 0, engine)[0]
     cache = engine.caches[0]
     with pytest.raises(ValueError, match="tokens 0 to 8 are wanted, but the other side has only 1"):
-        pieces(cache, cache, source, range(8), ([5, 6], [7]))
+        _pieces(few, cache, cache, source, range(8), ([5, 6], [7]))
     with pytest.raises(ValueError, match="has only 1"):
-        pieces(cache, cache, source, range(8), ([5, 6], [0, 7]))
+        _pieces(few, cache, cache, source, range(8), ([5, 6], [0, 7]))
 
 
 @pytest.mark.parametrize(

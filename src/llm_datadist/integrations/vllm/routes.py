@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.vllm.heads import Source
     from llm_datadist.integrations.vllm.params import CacheFacts, Facts
+
+
+_FEW: Final = 8
+"""Chunks up to which they are looked at one by one."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -58,16 +62,47 @@ def pieces(
     Raises:
         ValueError: the other side does not have what is wanted.
     """
+    chunks = range(span.start // ours.piece_tokens, -(-span.stop // ours.piece_tokens))
+    make = _few if len(chunks) <= _FEW else _many
+    found = make(ours, theirs, source, chunks, blocks)
+    if found is None:
+        held = sum(1 for block in blocks[1] if block)
+        text = f"tokens {span.start} to {span.stop} are wanted, but the other side has only {held} of their blocks"
+        raise ValueError(text)
+    return found
+
+
+def _few(
+    ours: CacheFacts, theirs: CacheFacts, source: Source, chunks: range, blocks: tuple[Sequence[int], Sequence[int]]
+) -> Pieces | None:
+    """As ``_many``, in plain Python: for one chunk 3 us instead of 65, for a dozen the same."""
+    mine, other = blocks
+    found = Pieces([], [])
+    for chunk in chunks:
+        place, within = divmod(chunk, ours.chunks)
+        if place >= len(mine) or not mine[place]:
+            continue
+        there, part = divmod(chunk, theirs.chunks)
+        if there >= len(other) or not other[there]:
+            return None
+        first, begin = mine[place] * ours.stride + within, other[there] * theirs.stride + part
+        found.ours.extend([first + head * ours.chunks for head in source.ours])
+        found.theirs.extend([begin + head * theirs.chunks for head in source.theirs])
+    return found
+
+
+def _many(
+    ours: CacheFacts, theirs: CacheFacts, source: Source, wanted: range, blocks: tuple[Sequence[int], Sequence[int]]
+) -> Pieces | None:
+    """The pieces of these chunks; None if the other side does not have one of them."""
     mine, other = (np.asarray(each, np.int64) for each in blocks)
-    chunks = np.arange(span.start // ours.piece_tokens, -(-span.stop // ours.piece_tokens))
+    chunks = np.arange(wanted.start, wanted.stop)
     places = chunks // ours.chunks
     within = places < len(mine)
     chunks = chunks[within][mine[places[within]] != 0]
     places = chunks // theirs.chunks
     if chunks.size and (places[-1] >= len(other) or not other[places].all()):
-        held = int((other != 0).sum())
-        text = f"tokens {span.start} to {span.stop} are wanted, but the other side has only {held} of their blocks"
-        raise ValueError(text)
+        return None
     return Pieces(
         piece_ids(mine, chunks, source.ours, ours.chunks, ours.stride),
         piece_ids(other, chunks, source.theirs, theirs.chunks, theirs.stride),

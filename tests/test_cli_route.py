@@ -58,6 +58,11 @@ def test_both_legs_run_at_once(engines: Engines) -> None:
             {**PROMPT, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "min_tokens": 4, "seed": 7},
             {"stream": False, "stream_options": None, "n": 1, "min_tokens": None, "max_tokens": 1},
         ),
+        (
+            "/v1/completions",
+            {**PROMPT, "use_beam_search": True, "n": 2},
+            {"stream": False, "use_beam_search": None, "n": 1, "max_tokens": 1},
+        ),
         ("/v1/chat/completions", CHAT, {"stream": False, "max_tokens": 1, "max_completion_tokens": 1}),
         (
             "/v1/chat/completions",

@@ -27,6 +27,8 @@ _HOP_BY_HOP: Final = (
     "Upgrade",
 )
 _OF_THE_CLIENT_S_BODY: Final = ("Content-Encoding", "Content-Length", "Expect", "Host")
+_NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "use_beam_search")
+"""The last would have vLLM answer without ``kv_transfer_params``."""
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 
@@ -46,9 +48,7 @@ def parse_fields(body: bytes) -> Fields:
 
 def prefill_body(fields: Fields, transfer_id: str, *, chat: bool) -> bytes:
     """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id."""
-    leg: dict[str, Any] = {
-        name: value for name, value in fields.items() if name not in {"stream_options", "min_tokens"}
-    }
+    leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     leg |= {"stream": _FALSE, "max_tokens": _ONE}
     if chat or "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = _ONE

@@ -207,3 +207,11 @@ def test_a_part_is_planned_once_for_all_layers(pair: tuple[Rank, Rank], monkeypa
     assert decode.end_of("t") == ""
     assert same(prefill, decode)
     assert planned == [range(TOKENS), range(TOKENS, 3 * TOKENS)]
+
+
+def test_a_push_that_never_comes_is_not_waited_for(pair: tuple[Rank, Rank]) -> None:
+    """The prefill engine is in the other mode."""
+    prefill, decode = pair
+    prefill.pusher.refusal = "it works in mode 'pull', and a push was expected"
+    expected(prefill, decode)
+    assert decode.end_of("t").endswith(f"has not pushed all of it: {prefill.pusher.refusal}")

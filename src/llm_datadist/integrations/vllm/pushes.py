@@ -93,6 +93,8 @@ class Pusher:
         self._open: list[tuple[Part, set[tuple[int, int]]]] = []
         """The parts of this step, and which layers are not final yet."""
         self._freed: set[str] = set()
+        self.refusal: str = ""
+        """Why nothing is pushed at all."""
         self.failed: Callable[[], None] = lambda: None
         """Called when a push has failed."""
         self.changed: Callable[[], None] = lambda: None
@@ -187,9 +189,12 @@ class Pusher:
         """A decode worker wants a transfer."""
         parts = routes(message.facts, message.rank, self._side.facts).get(self._side.rank, ())
         with self._lock:
-            if len(self._transfers) >= _MAX_TRANSFERS and message.transfer not in self._transfers:
-                logger.warning("Too many transfers are registered: %s is refused", message.transfer)
-                target = _Target(cluster_id, message, stop="too many transfers wait at the prefill engine")
+            refusal = self.refusal
+            if not refusal and len(self._transfers) >= _MAX_TRANSFERS and message.transfer not in self._transfers:
+                refusal = "too many transfers wait at the prefill engine"
+            if refusal:
+                logger.warning("A push is refused (%s): %s", message.transfer, refusal)
+                target = _Target(cluster_id, message, stop=refusal)
                 self._pool.submit(self._tell, "", _Transfer(0.0), target)
                 return
             transfer = self._transfer(message.transfer)

@@ -93,6 +93,8 @@ class Worker:
         side = caches.Side(manager, registered, facts, self._rank, self._peers)
         self._puller = Puller(side)
         self._pusher = Pusher(side, self._pool)
+        if self._options.mode != "push":
+            self._pusher.refusal = f"it works in mode {self._options.mode!r}, and a push was expected"
         self._pusher.failed = self._push_failed
         self._pusher.changed = self._wake
         self._peers.before_link = self._pusher.leave

@@ -62,6 +62,10 @@ class Attempt:
         return f"{self.name}: {self.reason}" + (f" [{self.hint}]" if self.hint else "")
 
 
+_unquiet: Final[list[object]] = []
+"""Memory of probes that have failed in such a way that something may still arrive in it."""
+
+
 class Route:
     """The path in use to one peer, and why it is this one. Thread-safe.
 
@@ -295,8 +299,13 @@ def probe(path: Path, peer: Peer, deadline: Deadline) -> None:
     nonce = peer.offer.nonce
     buffer = np.zeros(len(nonce), dtype=np.uint8)
     spans = Spans.single(buffer.ctypes.data, peer.offer.probe_region, len(nonce))
-    path.read(spans, deadline)
-    if buffer.tobytes() != nonce:
-        message = "it reads other bytes than the peer holds: this is not the process that introduced itself"
-        raise PathRejectedError(message)
-    path.write(spans, deadline)
+    try:
+        path.read(spans, deadline)
+        if buffer.tobytes() != nonce:
+            message = "it reads other bytes than the peer holds: this is not the process that introduced itself"
+            raise PathRejectedError(message)
+        path.write(spans, deadline)
+    except BaseException as error:
+        if not (isinstance(error, (PathError, RegionError)) and getattr(error, "quiescent", True)):
+            _unquiet.append(buffer)
+        raise

@@ -305,6 +305,17 @@ def test_find_needs_one_region_for_all_and_a_live_one(table: RegionTable) -> Non
 # Leases
 
 
+def test_all_regions_that_hold_a_byte(table: RegionTable) -> None:
+    whole, part, hidden = table.add(4096, 100), table.add(4146, 10), table.add(4096, 51, reachable=False)
+    assert table.at(4095) == []
+    assert table.at(4096) == [whole, hidden]
+    assert table.at(4146) == [whole, part, hidden]
+    assert table.at(4155) == [whole, part]
+    assert table.at(4196) == []
+    table.remove([whole])
+    assert table.at(4146) == [part, hidden]
+
+
 def test_wait_unused_waits_for_the_last_lease(table: RegionTable) -> None:
     used, idle = table.add(0x1000, 16), table.add(0x2000, 16)
     assert table.wait_unused([used, idle], Deadline.after(0))

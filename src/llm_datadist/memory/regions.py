@@ -172,6 +172,15 @@ class RegionTable:
         row = self._holding(address, size, reachable=False)
         return None if row is None else (int(row[_ID]), int(row[_BASE]), int(row[_SIZE]))
 
+    def at(self, address: int) -> list[int]:
+        """All regions that hold this byte, also those that are not for peers."""
+        with self._lock:
+            rows = self.rows[1 : self._used + 1]
+            starts, byte = rows[:, _BASE], np.uint64(address)
+            live = (rows[:, _ID] != 0) & (starts <= byte) & (byte - starts < rows[:, _SIZE])
+            found: list[int] = rows[live, _ID].tolist()
+            return found
+
     def _holding(self, address: int, size: int, *, reachable: bool) -> U64 | None:
         if address + size >= 1 << 64:
             return None

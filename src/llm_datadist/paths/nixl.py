@@ -99,7 +99,7 @@ class NixlPath(Path):
                     message = f"{overlap}, and other transfers did not end in time"
                     raise PathTimeoutError(message) from overlap
             except NixlUnavailableError as error:
-                raise PathFaultError(str(error)) from error
+                raise PathFaultError(f"{error} [{error.hint}]" if error.hint else str(error)) from error
 
     def begin(self, deadline: Deadline) -> Flight:
         """Begin a transfer."""
@@ -134,7 +134,6 @@ class NixlPath(Path):
         except PathError as error:
             error.quiescent = flight.settle()
             if isinstance(error, ConnectionLostError):
-                remote.lost()
                 error.quiescent = not writing  # what was under way may still arrive there
             elif error.quiescent:
                 with contextlib.suppress(PathError, StaleEpochError):
@@ -197,11 +196,11 @@ class NixlPath(Path):
     def hold(self, flight: Flight) -> None:
         """Keep local memory from being unregistered until the end of a flight."""
         regions = self.context.regions
-        found = [regions.around(base, 1) for base in flight.bases]
-        lease = contextlib.ExitStack()
-        with contextlib.suppress(UnknownRegionError):  # one of them has gone already, against all rules
-            lease.enter_context(regions.lease([region[0] for region in found if region is not None]))
-        flight.at_end(lease.close)
+        for region in {region for base in flight.bases for region in regions.at(base)}:
+            lease = contextlib.ExitStack()
+            with contextlib.suppress(UnknownRegionError):  # it has gone already, against all rules
+                lease.enter_context(regions.lease([region]))
+            flight.at_end(lease.close)
 
     def close(self) -> None:
         """See ``Path.close``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import errno
+import functools
 import os
 import struct
 from typing import TYPE_CHECKING, Final
@@ -94,6 +95,20 @@ def mapped(addresses: Sequence[int]) -> bool:
         if done != len(part):
             return False
     return True
+
+
+def peeker(addresses: Sequence[int]) -> Callable[[], int]:
+    """A quick way to ask again and again how many bytes at these addresses, ``MAX_IOVECS`` at most, can be read.
+
+    It counts up to the first that cannot, or is negative, also where the system does not let us look.
+    """
+    count = len(addresses)
+    here = (ctypes.c_uint64 * (2 + count))()  # one iovec, and room for the bytes
+    here[0], here[1] = ctypes.addressof(here) + 16, count
+    there = (ctypes.c_uint64 * (2 * count))(*[word for address in addresses for word in (address, 1)])
+    local, remote = ctypes.pointer(here), ctypes.pointer(there)  # which keep what they point to
+    pid, one, all_of_them, none = ctypes.c_int(os.getpid()), ctypes.c_ulong(1), ctypes.c_ulong(count), ctypes.c_ulong()
+    return functools.partial(syscalls.bare_peek, pid, local, one, remote, all_of_them, none)
 
 
 def scatter(data: memoryview, memory: U64) -> None:

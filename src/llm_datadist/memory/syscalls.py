@@ -94,8 +94,9 @@ def process_vm_writev(pid: int, local: int, remote: int, count: int) -> int:
 _bare = ctypes.CDLL(None)
 bare_process_vm_readv: Any = _bare["process_vm_readv"]
 bare_process_vm_writev: Any = _bare["process_vm_writev"]
+bare_peek: Any = ctypes.PyDLL(None)["process_vm_readv"]
 """The same, half a microsecond quicker: every argument must be a ctypes value already, and a failure is -1."""
-for _call in (bare_process_vm_readv, bare_process_vm_writev):
+for _call in (bare_process_vm_readv, bare_process_vm_writev, bare_peek):
     _call.restype = ctypes.c_ssize_t
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from llm_datadist.memory.move import peeker
 from llm_datadist.paths.base import ConnectionLostError, Shortcut
 from llm_datadist.paths.nixl_flight import Flight
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from llm_datadist.paths.base import TensorPairs
     from llm_datadist.paths.nixl import NixlPath
@@ -25,9 +26,9 @@ _SHORT_BYTES: Final = 4 << 20
 """Below this, one request is enough."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Blocks:
-    """All blocks of one size of all tensors, on both sides, as NIXL knows them."""
+    """All blocks of one size of all tensors, on both sides, as NIXL knows them, as long as anybody refers to them."""
 
     size: int
     versions: tuple[int, int]
@@ -38,12 +39,6 @@ class _Blocks:
     """Blocks of each tensor in it."""
     there: int
     theirs: int
-    finalizers: Sequence[weakref.finalize[..., OneRequest]]
-
-    def discard(self) -> None:
-        """Give both lists back."""
-        for finalizer in self.finalizers:
-            finalizer()
 
 
 class OneRequest(Shortcut):
@@ -59,6 +54,8 @@ class OneRequest(Shortcut):
         """By size."""
         self._lock = threading.Lock()
         self._tensors = range(len(pairs.bases))
+        self._peek: Callable[[], int] | None = None
+        """How many local tensors begin where there is memory: what NIXL does where there is none may be a crash."""
 
     def read(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
         """See ``Shortcut.read``."""
@@ -84,6 +81,8 @@ class OneRequest(Shortcut):
                 return False
             if max(there) >= blocks.theirs or not look.is_in(self._pairs.epoch, flight.run):
                 return False
+            if self._peek is not None and self._peek() != len(tensors):
+                return False
             ours = [tensor * blocks.ours + block for block in here for tensor in tensors]
             theirs = [tensor * blocks.theirs + block for block in there for tensor in tensors]
             try:
@@ -97,15 +96,18 @@ class OneRequest(Shortcut):
             return writing or look.is_in(self._pairs.epoch, flight.run)
 
     def _prepared(self, size: int) -> _Blocks | None:
-        """The blocks of this size; None before a transfer has come the long way. Nothing changes meanwhile."""
+        """The blocks of this size; None before a transfer has come the long way.
+
+        Memory of these tensors is neither registered nor let go of meanwhile, but other memory is, and then another
+        thread may exchange the blocks while this one uses those that it has.
+        """
         path, blocks = self._nixl, self._blocks.get(size)
         versions = (path.agent.version, path.remote.connection)
         if blocks is not None and blocks.versions == versions:
             return blocks
-        with self._lock:  # those that are out of date are in no flight
-            for old in [each for each in self._blocks.values() if each.versions != versions]:
-                del self._blocks[old.size]
-                old.discard()
+        with self._lock:
+            for old in [each.size for each in self._blocks.values() if each.versions != versions]:
+                del self._blocks[old]
             if size not in self._blocks and len(self._blocks) < _MOST_SIZES:
                 made = self._prepare(size, versions)
                 if made is not None:
@@ -122,12 +124,18 @@ class OneRequest(Shortcut):
             return None
         requests = path.agent.requests
         here = requests.prepare(None, _rows(bases, size, ours))
-        finalizers = [weakref.finalize(self, requests.discard, here)]
-        there = requests.prepare(path.remote.name, _rows([far for far, _ in found], size, theirs))
-        finalizers.append(weakref.finalize(self, requests.discard, there))
-        for each in finalizers:
-            each.atexit = False
-        return _Blocks(size, versions, here, ours, there, theirs, finalizers)
+        try:
+            there = requests.prepare(path.remote.name, _rows([far for far, _ in found], size, theirs))
+        except ConnectionLostError:
+            requests.discard(here)
+            raise
+        blocks = _Blocks(size, versions, here, ours, there, theirs)
+        for each in (here, there):
+            weakref.finalize(blocks, requests.discard, each).atexit = False
+        peek = peeker(bases)
+        if peek() == len(bases):  # else the system does not let us look
+            self._peek = peek
+        return blocks
 
 
 def _rows(bases: Sequence[int], size: int, count: int) -> object:

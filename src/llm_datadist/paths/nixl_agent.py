@@ -101,38 +101,43 @@ class Registrations:
         elif touched:
             raise OverlapError(*begin_end)
         else:
-            device = self._table.view.device(region)
-            if device is not None:
-                self._devices[begin_end] = device
-            elif not mapped([begin_end[0], begin_end[1] - 1]):
-                message = f"registered memory at {base:#x} is not mapped (any more)"
-                raise NixlUnavailableError(message)
-            self.register(*begin_end)
+            self._register_whole(*begin_end, self._table.view.device(region))
             self._users[begin_end] = set()
         self._users[begin_end].add(_STAYS if in_pool else region)
         self._range_of[region] = begin_end
         return begin_end
 
     def merge(self, begin: int, end: int) -> None:
-        """Register one range in place of all that overlap this one. Nothing of them is in use."""
-        touched = [each for each in self._users if each[0] < end and begin < each[1]]
-        users: set[int] = set()
-        found: int | None = None
-        for each in touched:
-            begin, end = min(begin, each[0]), max(end, each[1])
-            users |= self._users.pop(each)
-            device = self._devices.get(each)
-            self.deregister(*each)
-            if device is not None:
-                found = device
-        if found is not None:
-            self._devices[begin, end] = found
+        """Register one range in place of all that overlap this one. Nothing of them is in use.
+
+        Raises:
+            NixlUnavailableError: NIXL does not take it; what was registered before is so again.
+        """
+        touched = {each: self._devices.get(each) for each in self._users if each[0] < end and begin < each[1]}
+        begin, end = min(begin, *(each[0] for each in touched)), max(end, *(each[1] for each in touched))
+        device = next((each for each in touched.values() if each is not None), None)
         self.generation += self._keyed
-        self.register(begin, end)
-        self._users[begin, end] = users
+        for each in touched:
+            self.deregister(*each)
+        try:
+            self._register_whole(begin, end, device)
+        except NixlUnavailableError:
+            for each, its_device in touched.items():
+                with contextlib.suppress(NixlUnavailableError):
+                    self._register_whole(*each, its_device)
+            raise
+        self._users[begin, end] = set().union(*(self._users.pop(each) for each in touched))
         for region, begin_end in self._range_of.items():
             if begin_end in touched:
                 self._range_of[region] = begin, end
+
+    def _register_whole(self, begin: int, end: int, device: int | None) -> None:
+        if device is not None:
+            self._devices[begin, end] = device
+        elif not mapped([begin, end - 1]):  # what NIXL does there is a crash
+            message = f"registered memory from {begin:#x} to {end:#x} is not mapped (any more)"
+            raise NixlUnavailableError(message, "keep the memory of a cache mapped until it has been unregistered")
+        self.register(begin, end)
 
     def register(self, base: int, end: int) -> None:
         """Register any memory.
@@ -190,7 +195,7 @@ class Registrations:
         """Let all memory go."""
         for begin_end in self._users:
             self.deregister(*begin_end)
-        self._users, self._range_of = {}, {}
+        self._users, self._range_of, self._agent = {}, {}, None
 
 
 class Agent:
@@ -246,9 +251,7 @@ class Agent:
 
     def _tell(self, wanted: Sequence[int]) -> AgentInfo:
         with self.lock:
-            if self._closed:
-                message = "this engine has been finalized"
-                raise NixlUnavailableError(message)
+            self._check_open()
             found = {region: self.registrations.of_region(region) for region in wanted}
             told = {region: begin_end for region, begin_end in found.items() if begin_end is not None}
             on_host, on_devices = self.registrations.apart(set(told.values()) - {self._table})
@@ -280,6 +283,7 @@ class Agent:
         if self._reach.get(base, 0) >= end:
             return True
         with self.lock:
+            self._check_open()
             found = self.registrations.around(begin, end - begin)
             if found is None:
                 return False
@@ -291,17 +295,28 @@ class Agent:
         """See ``Registrations.merge``; waits until no transfer of this side runs. False if that took too long.
 
         Raises:
-            NixlUnavailableError: NIXL does not take it.
+            NixlUnavailableError: NIXL does not take it, or the engine has been finalized.
         """
-        with contextlib.ExitStack() as paused:
-            for remote in list(self.remotes.values()):
-                if not remote.pause(deadline):
-                    return False
-                paused.callback(remote.resume)
-            with self.lock:
-                self.registrations.merge(*overlap.range)
-                self._changed()
-                return True
+        paused: set[Remote] = set()
+        with contextlib.ExitStack() as undo:
+            while True:
+                with self.lock:
+                    self._check_open()
+                    left = [remote for remote in self.remotes.values() if remote not in paused]
+                    if not left:
+                        self._changed()
+                        self.registrations.merge(*overlap.range)
+                        return True
+                for remote in left:
+                    if not remote.pause(deadline):
+                        return False
+                    undo.callback(remote.resume)
+                    paused.add(remote)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            message = "this engine has been finalized"
+            raise NixlUnavailableError(message)
 
     def _changed(self) -> None:
         self._reach = {}
@@ -325,16 +340,17 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-        quiet = self.requests.close(Deadline.after(_SETTLE_S))
+        quiet = self.requests.settle(Deadline.after(_SETTLE_S))
         for remote in list(self.remotes.values()):
             remote.close()
-        if not quiet:
+        if not quiet or self.remotes:
             log.error("NIXL has not finished all transfers after finalize: keep registered memory mapped")
             _keep(self.native)
             return
         self.registrations.deregister(*self._table)
         self.registrations.close()
-        self.native = None
+        self.requests.close()
+        self.native = None  # the last reference: its thread and its sockets end now
 
 
 class NixlHost:
@@ -359,13 +375,13 @@ class NixlHost:
             if self._closed:
                 message = "this engine has been finalized"
                 raise NixlUnavailableError(message)
-            if self._failed is not None:
-                raise self._failed
+            if self._failed is not None:  # a new one: each raise adds to the traceback of an exception
+                raise NixlUnavailableError(str(self._failed), self._failed.hint)
             if self._agent is None:
                 try:
                     self._agent = Agent(self.options, self._regions, self._areas)
                 except NixlUnavailableError as error:
-                    self._failed = error
+                    self._failed = NixlUnavailableError(str(error), error.hint)
                     raise
             return self._agent
 

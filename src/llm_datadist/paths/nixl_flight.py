@@ -23,6 +23,8 @@ _leaving: Final = threading.Lock()
 class Flight:
     """One transfer, and all that it holds until NIXL has ended each of its requests."""
 
+    __slots__ = ("_deadline", "_left", "_live", "_open", "_path", "_remote", "_requests", "bases", "look", "undo")
+
     def __init__(self, path: NixlPath, look: Look, deadline: Deadline) -> None:
         self._path = path
         self._requests = path.agent.requests
@@ -44,6 +46,8 @@ class Flight:
         try:
             if error is not None and not self.settle() and isinstance(error, PathError):
                 error.quiescent = False
+            if isinstance(error, ConnectionLostError):
+                self._remote.lost()
         finally:
             self.end()
 
@@ -57,7 +61,7 @@ class Flight:
         try:
             done = self._requests.post(handle)
         except ConnectionLostError:
-            self._lost(handle)
+            self._over(handle)
             raise
         if done:
             self._over(handle)
@@ -68,18 +72,25 @@ class Flight:
         try:
             self._requests.wait(handle, self._deadline, self._path.stopped)
         except ConnectionLostError:
-            self._lost(handle)
+            self._over(handle)
             raise
         self._over(handle)
 
     def run(self, handle: int, *, reuse: bool = False) -> None:
         """Both; see ``Run``."""
-        if not self.post(handle, reuse=reuse):
+        live = self._live
+        live[handle] = reuse
+        try:
+            done = self._requests.post(handle)
+        except ConnectionLostError:
+            self._over(handle)
+            raise
+        if not done:
             self.wait(handle)
-
-    def _lost(self, handle: int) -> None:
-        self._remote.lost()
-        self._over(handle)
+            return
+        del live[handle]
+        if not reuse:
+            self._requests.free(handle)
 
     def _over(self, handle: int) -> None:
         if not self._live.pop(handle):

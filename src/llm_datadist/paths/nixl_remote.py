@@ -73,8 +73,14 @@ class Look:
         self._room: U64 = np.zeros((_ROWS, ROW_BYTES // 8), dtype=np.uint64)
         self._at = self._room.ctypes.data
         self._words = memoryview(self._room.reshape(-1).data)
+        self.ticket: object = None
+        """Of the flight that has it."""
         agent.registrations.register(self._at, self._at + self._room.nbytes)
-        self._head = agent.requests.make([(self._at, ROW_BYTES, 0)], [(table, ROW_BYTES, 0)], remote, writing=False)
+        try:
+            self._head = agent.requests.make([(self._at, ROW_BYTES, 0)], [(table, ROW_BYTES, 0)], remote, writing=False)
+        except ConnectionLostError:
+            agent.registrations.deregister(self._at, self._at + self._room.nbytes)
+            raise
 
     def head(self, run: Run) -> Head:
         """The head as it is now."""
@@ -123,8 +129,8 @@ class Remote:
         """Paths."""
         self.connection: int = 0
         """Counts them: keys are bound to one."""
-        self._flights: set[Look] = set()
-        """Transfers that use it."""
+        self._flights: set[object] = set()
+        """A ticket for each transfer that uses it."""
         self._waiters = 0
         """Threads that wait for none to be left."""
         self._ready = False
@@ -147,16 +153,22 @@ class Remote:
     def borrow(self) -> Look | None:
         """``enter``, if that needs nothing more; else None.
 
-        Takes no lock: either this sees that it is not ready, or whoever has made it so sees the flight.
+        Takes no lock: either this sees that it is not ready, or whoever has made it so sees the ticket, and touches no
+        look meanwhile.
         """
-        try:
-            look = self._looks.pop()
-        except IndexError:
-            return None
-        self._flights.add(look)
+        ticket = object()
+        self._flights.add(ticket)
         if self._ready:
-            return look
-        self.leave(look)
+            try:
+                look = self._looks.pop()
+            except IndexError:
+                pass  # all are in use
+            else:
+                look.ticket = ticket
+                return look
+        self._flights.discard(ticket)
+        if self._waiters:
+            self._tell_waiters()
         return None
 
     def enter(self, ask: Ask, deadline: Deadline) -> Look:
@@ -174,14 +186,22 @@ class Remote:
                     message = "NIXL has not finished an earlier transfer that failed"
                     raise PathTimeoutError(message)
                 if self._loaded:
-                    look = Look(self._agent, self.name, self._table)
-                    self._flights.add(look)
-                    return look
+                    return self._new_look()
                 self._mending = True
             try:
                 self._connect(ask, deadline)
             finally:
                 self.resume()
+
+    def _new_look(self) -> Look:
+        try:
+            look = Look(self._agent, self.name, self._table)
+        except ConnectionLostError:  # NIXL has forgotten the peer by itself
+            self.lost()
+            raise
+        look.ticket = object()
+        self._flights.add(look.ticket)
+        return look
 
     def pause(self, deadline: Deadline) -> bool:
         """Let nobody begin to use it, and wait until nobody does; False, and it is not paused, if that takes too long.
@@ -217,15 +237,22 @@ class Remote:
 
     def leave(self, look: Look, *, was_left: bool = False) -> None:
         """End what ``enter`` began."""
-        self._flights.discard(look)
-        self._looks.append(look)
-        if was_left or self._waiters or not self.users:
+        ticket = look.ticket
+        self._looks.append(look)  # as long as the ticket is there, nobody closes it
+        self._flights.discard(ticket)
+        if was_left:
             with self._lock:
-                self._left -= was_left
+                self._left -= 1
                 self._update()
                 self._changed.notify_all()
-            if not self.users:
-                self.retire()
+        elif self._waiters:
+            self._tell_waiters()
+        if not self.users:
+            self.retire()
+
+    def _tell_waiters(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
 
     def abandon(self) -> None:
         """Nobody waits any more for what one of its users has begun."""
@@ -252,9 +279,8 @@ class Remote:
             self.connection += 1
 
     def _disconnect(self) -> None:
-        for look in self._looks:
-            look.close()
-        self._looks = []
+        while self._looks:
+            self._looks.pop().close()
         self._keys = {}
         with contextlib.suppress(Exception):  # nothing is known of it, or it has gone by itself
             self._agent.native.invalidateRemoteMD(self.name)
@@ -271,11 +297,7 @@ class Remote:
         answer = ask(messages.AskAgent(backend=backend, regions=list(regions), on_devices=on_devices), deadline)
         if isinstance(answer, messages.Refuse):
             raise ConnectionLostError(answer.reason)
-        if (
-            not isinstance(answer, messages.Agent)
-            or answer.name != self.name
-            or len(answer.regions) != len(answer.ranges)
-        ):
+        if not isinstance(answer, messages.Agent) or answer.name != self.name:
             message = f"the peer answered with {type(answer).__name__}, not with what it has said before"
             raise PathError(message)
         if len(answer.regions) != len(answer.ranges):
@@ -318,7 +340,8 @@ class Remote:
         Raises:
             RegionError: one of them is not for peers.
         """
-        if self._valid[0] != epoch or not self._valid[1].issuperset(regions) or not self._keys.keys() >= set(regions):
+        known_epoch, known = self._valid
+        if known_epoch != epoch or not known.issuperset(regions) or not self._keys.keys() >= set(regions):
             return None
         return [self._view.find(region) for region in regions]
 
@@ -380,15 +403,17 @@ class Remote:
 
         UCX keeps the socket of a connection until the peer closes it, too.
         """
-        if not self._loaded:
-            self.close()
+        with self._agent.lock:  # nobody may attach to what is being closed
+            if not (self.users or self._loaded):
+                self.close()
 
     def close(self) -> None:
-        """Forget it; idempotent. What is under way has ended, or the agent stays for ever."""
+        """Forget it; idempotent. As long as something is under way it stays, and the agent with it."""
         with self._lock:
-            if self._flights:
-                return
             self._loaded = False
+            self._update()
+            if self._flights or self._mending:
+                return
             self._disconnect()
         self._agent.remotes.pop(self.name, None)
 

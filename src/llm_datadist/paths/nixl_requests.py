@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.memory.devices import HOST_ONLY
 from llm_datadist.paths.base import ConnectionLostError, PathTimeoutError, PeerGoneError
+from llm_datadist.utils import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,11 @@ class Requests:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._post, self._look = agent.native.postXferReq, agent.native.getXferStatus
-        self._release = agent.native.releaseXferReq
-        self._create, self._choose = agent.native.createXferReq, agent.native.makeXferReq
+        self._post: Any = agent.native.postXferReq
+        self._look: Any = agent.native.getXferStatus
+        self._release: Any = agent.native.releaseXferReq
+        self._create: Any = agent.native.createXferReq
+        self._choose: Any = agent.native.makeXferReq
         self._backends = [agent.backend]
         bindings = agent.bindings
         self._done, self._busy = int(bindings.NIXL_SUCCESS), int(bindings.NIXL_IN_PROG)
@@ -46,6 +49,8 @@ class Requests:
         self._changed = threading.Condition(self._lock)
         self._left: dict[int, Callable[[], object]] = {}
         """Requests for which nobody waits, and what is done at their end."""
+        self._ending = 0
+        """Of those that were left: those that have ended, while that is being done."""
         self._reaping = False
 
     def make(self, here: Any, there: Any, remote: str, *, writing: bool, devices: Devices = HOST_ONLY) -> int:
@@ -101,7 +106,10 @@ class Requests:
 
     def free(self, handle: int) -> None:
         """Give a request back that has ended, or was not begun."""
-        self._release(handle)
+        try:
+            self._release(handle)
+        except Exception as error:  # noqa: BLE001 - it is NIXL's, and does no harm to what the request has moved
+            log.error("NIXL does not take a request back that has ended: %s", error)
 
     def post(self, handle: int) -> bool:
         """Begin a request; whether it has ended already.
@@ -192,14 +200,29 @@ class Requests:
         except ConnectionLostError:
             pass
         with self._lock:
-            then = self._left.pop(handle)
-            self._changed.notify_all()
-        then()
-
-    def close(self, deadline: Deadline) -> bool:
-        """Wait for the requests that were left; whether all have ended."""
+            then = self._left.pop(handle)  # before its number is free for another one
+            self._ending += 1
+        try:
+            then()
+        except Exception as error:  # noqa: BLE001 - the others are waited for in any case
+            log.error("what a late transfer over NIXL held was not given back: %s", error)
         with self._lock:
-            return self._changed.wait_for(lambda: not self._left, deadline.remaining())
+            self._ending -= 1
+            self._changed.notify_all()
+
+    def settle(self, deadline: Deadline) -> bool:
+        """Wait for the requests that were left; whether all have ended, and what they held is free."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not (self._left or self._ending), deadline.remaining())
+
+    def close(self) -> None:
+        """Let go of the agent, of which no request is left: it ends when nothing refers to it."""
+        self._post = self._look = self._release = self._create = self._choose = _finalized
+
+
+def _finalized(*_: object) -> Any:
+    message = "this engine has been finalized"
+    raise RuntimeError(message)
 
 
 def _lost(cause: object) -> ConnectionLostError:

@@ -56,6 +56,7 @@ FEW: Final = ([3, 1], [0, 9])
 MANY: Final = (list(range(BLOCKS - 1)), list(range(BLOCKS - 1, 0, -1)))
 """Source and destination blocks; block 0 is no destination, so that there is a neighbour that must not change."""
 MOST_ROUNDS: Final = 20
+LEAST_MIB: Final = 4
 SERVER, CLIENT = 1, 2
 
 
@@ -280,12 +281,31 @@ def table(rows: list[Row]) -> Iterator[str]:
         yield f"{row.what:<32} {row.here:<7} {row.there:<7} {state:<6} {speed:>8}  {row.detail}"
 
 
+def _mib(text: str) -> int:
+    value = int(text)
+    if value < LEAST_MIB or value % LEAST_MIB:
+        message = f"{value} is not a positive multiple of {LEAST_MIB}"
+        raise argparse.ArgumentTypeError(message)
+    return value
+
+
+def _target(text: str) -> Path:
+    """Where results can be written: better known now than in eight minutes."""
+    target = Path(text)
+    if target.is_dir() or not target.parent.is_dir():
+        message = f"{text} cannot be written: it is a folder, or in none that exists"
+        raise argparse.ArgumentTypeError(message)
+    return target
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--host-only", action="store_true", help="host memory in the place of that of the GPU")
-    parser.add_argument("--json", type=Path, help="where to write the results, too")
+    parser.add_argument("--json", type=_target, help="where to write the results, too")
     parser.add_argument("--limit-s", type=float, default=420.0, help="give up after so many seconds")
-    parser.add_argument("--mib", type=int, default=256, help="size of what bandwidth is measured with, a multiple of 4")
+    parser.add_argument(
+        "--mib", type=_mib, default=256, help="size of what bandwidth is measured with, a multiple of 4"
+    )
     parser.add_argument("--round-s", type=float, default=1.5, help="how long each bandwidth is measured")
     parser.add_argument("--paths", help="LLMConfig.paths of both processes")
     return parser.parse_args()
@@ -316,6 +336,8 @@ def main() -> int:
     try:
         for step in check.run():
             sys.stderr.write(f"{time.monotonic() - begun:6.1f} s  {step}\n")
+    except KeyboardInterrupt:
+        failure = "it was interrupted before all was checked"
     except (Exception, TimeIsOver) as error:  # noqa: BLE001 - it is reported, with what there is
         failure = f"{type(error).__name__}: {error}"
     finally:

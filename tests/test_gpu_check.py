@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
 TIMEOUT_S = 200
@@ -104,3 +104,46 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.returncode == 2
     assert "nothing was checked" in done.stderr
     assert not result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mib", "0"], "--mib: 0 is not a positive multiple of 4"),
+        (["--mib", "6"], "--mib: 6 is not a positive multiple of 4"),
+        (["--json", "/no/such/folder/result.json"], "--json: /no/such/folder/result.json cannot be written"),
+        (["--json", "/"], "--json: / cannot be written"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], words: str) -> None:
+    """They are refused before anything starts."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--host-only", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_reports_what_it_has_when_it_is_interrupted(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    command = [sys.executable, str(SCRIPT), "--host-only", "--json", str(target), "--round-s", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            while "bandwidth" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert "it was interrupted" in output
+    result = json.loads(target.read_text(encoding="utf-8"))
+    assert not result["passed"]
+    assert result["rows"]

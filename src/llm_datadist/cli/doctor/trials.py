@@ -141,10 +141,14 @@ def nixl() -> Trial:
     command = [sys.executable, "-m", "llm_datadist.cli.doctor.nixl_child"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NIXL_S, check=False)  # noqa: S603 - ours
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Trial(f"NIXL cannot be tried: {error}")
+    except subprocess.TimeoutExpired:
+        return Trial(f"a process that uses NIXL does not end within {_NIXL_S:.0f} s")
+    except OSError as error:
+        return _trial("NIXL cannot be tried, as no process can be started", error, conclusive=False)
     if done.stdout:
         return Trial(done.stdout)
+    if done.returncode < 0:
+        return Trial(f"a process that uses NIXL is ended by signal {-done.returncode}")
     return Trial(f"a process that uses NIXL ends with {done.returncode}") if done.returncode else Trial()
 
 

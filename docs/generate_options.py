@@ -54,8 +54,8 @@ def further_keys() -> list[str]:
 
 def variables() -> dict[str, str]:
     """Environment variables and their meaning, in the order of the module."""
-    functions = [each for each in vars(environment).values() if inspect.isfunction(each)]
-    return dict(_described(function.__doc__ or "") for function in functions)
+    texts = [each.__doc__ or "" for each in vars(environment).values() if inspect.isfunction(each)]
+    return dict(_described(text) for text in texts if text.startswith("``"))
 
 
 def _described(text: str) -> tuple[str, str]:

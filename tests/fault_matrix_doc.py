@@ -54,6 +54,16 @@ Where two outcomes are possible because the fault and the last byte cross each o
 observed; the tests accept the other one, too (`expected` in `tests/fault_matrix_cells.py`). With `process_vm`,
 `mapped` and `inprocess` the peer has no part in a transfer, so one that is stopped does no harm, and there is no data
 connection to cut, stall or garble. Memory of a pool cannot be unmapped by its user.
+
+## Over NIXL
+
+The path `nixl` has no cells here, for it depends on what the host has. Its faults are in `tests/test_nixl_faults.py`
+(kill -9 in the middle, a peer that is stopped, memory that is registered again or overlaps; over shared memory and over
+TCP of UCX), `tests/test_nixl_few.py` (memory that is not mapped any more), `tests/test_nixl_parts.py` (moments that
+cannot be met by chance) and `tests/test_kills.py` (kill -9 at random moments); they are skipped where NIXL is not
+installed. What differs from the list above: a transfer that is late cannot be taken back from NIXL. If its bytes may
+still move, the exception's `quiescent` is False, and the memory cannot be unregistered before they have arrived
+(LLM_LINK_BUSY).
 """
 
 

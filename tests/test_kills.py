@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist.paths.nixl_options import installed
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Peers, Process
 from test_faults import WORKERS, moves, settled
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 OK = LLMStatusCode.LLM_SUCCESS
-PATHS = ("process_vm", "mapped", "tcp")
+PATHS = ("process_vm", "mapped", "tcp", *(("nixl",) if installed() is not None else ()))
 METHODS = ("pull_blocks", "push_blocks")
 KILLS = int(os.environ.get("LLM_DATADIST_KILLS", "15"))
 SEED = int(os.environ.get("LLM_DATADIST_KILLS_SEED", "1"))

@@ -20,6 +20,7 @@ from llm_datadist.cli.doctor.findings import Finding, Group, Level, Report
 from llm_datadist.cli.doctor.system import System, Trials
 from llm_datadist.cli.doctor.trials import Trial
 from llm_datadist.memory.huge_pages import Advice, Outcome
+from llm_datadist.paths.nixl_options import installed
 
 if TYPE_CHECKING:
     import subprocess
@@ -303,6 +304,40 @@ def test_a_child_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = trials.process_vm()
     assert failed.failed.startswith("no process can be started")
     assert (failed.code, failed.conclusive) == (errno.ENOENT, False)
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "conclusive"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "a process that uses NIXL is ended by signal 11", True),
+        ("raise SystemExit(3)", "a process that uses NIXL ends with 3", True),
+        ("print('it is broken', end='')", "it is broken", True),
+        ("import time; time.sleep(60)", "a process that uses NIXL does not end within 1 s", True),
+        (None, "NIXL cannot be tried, as no process can be started: No such file or directory", False),
+    ],
+)
+def test_trial_of_nixl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str | None, words: str, conclusive: bool
+) -> None:
+    """What becomes of its process is told in words."""
+    python = tmp_path / "python"
+    if program is not None:
+        python.write_text(f"#!{sys.executable}\n{program}\n", encoding="utf-8")
+        python.chmod(0o755)
+    monkeypatch.setattr(trials, "installed", lambda: "nixl")
+    monkeypatch.setattr(trials, "_NIXL_S", 1.0 if "sleep" in str(program) else 20.0)
+    monkeypatch.setattr(sys, "executable", str(python))
+    trial = trials.nixl()
+    assert (trial.failed, trial.conclusive) == (words, conclusive)
+
+
+@pytest.mark.skipif(installed() is None, reason="NIXL is not installed")
+def test_trial_of_nixl_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trials.nixl() == Trial()
+    monkeypatch.setenv("LLM_DATADIST_NIXL_BACKEND", "NO_SUCH")
+    failed = trials.nixl().failed
+    assert "cannot start its backend NO_SUCH" in failed
+    assert "NIXL_LOG_LEVEL=INFO" in failed
 
 
 def test_environment_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,30 @@ def test_what_a_late_request_held_is_free_when_it_has_settled(agent: Agent) -> N
     assert ended == [True]
 
 
+def test_a_late_request_without_a_thread(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next who has to wait for its end finds one."""
+    remote, ended = connected(agent), []
+    handle = agent.requests.make([], [], "peer", writing=False)
+    agent.native.running.add(handle)
+    look = remote.enter(ask, soon())
+    remote.abandon()
+
+    def end() -> None:
+        ended.append(handle)
+        remote.leave(look, was_left=True)
+
+    def no_thread(_thread: threading.Thread) -> None:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        agent.requests.leave(handle, end)
+    agent.native.running.remove(handle)
+    remote.leave(remote.enter(ask, soon()))
+    assert ended == [handle]
+
+
 def test_the_reason_why_there_is_no_agent(table: RegionTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told to everybody who asks; one exception for all would keep the frames of all of them."""
     monkeypatch.setattr(nixl_options, "PACKAGES", ("no_such_nixl",))

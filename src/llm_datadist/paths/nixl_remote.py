@@ -181,6 +181,8 @@ class Remote:
             look = self.borrow()
             if look is not None:
                 return look
+            if self._left:
+                self._agent.requests.look_after()
             with self._lock:
                 if not self._changed.wait_for(lambda: not (self._mending or self._left), deadline.remaining()):
                     message = "NIXL has not finished an earlier transfer that failed"

@@ -177,10 +177,20 @@ class Requests:
         """Nobody waits for this request any more: call ``then`` at its end."""
         with self._lock:
             self._left[handle] = then
-            start = not self._reaping
+        self.look_after()
+
+    def look_after(self) -> None:
+        """Have a thread wait for those that were left, if there are any; again, if there was none to be had before."""
+        with self._lock:
+            if self._reaping or not self._left:
+                return
             self._reaping = True
-        if start:
+        try:
             threading.Thread(target=self._reap, name="datadist-nixl", daemon=True).start()
+        except RuntimeError as error:
+            with self._lock:
+                self._reaping = False
+            log.error("no thread waits for the end of a late transfer over NIXL, which holds its memory: %s", error)
 
     def _reap(self) -> None:
         while True:
@@ -212,6 +222,7 @@ class Requests:
 
     def settle(self, deadline: Deadline) -> bool:
         """Wait for the requests that were left; whether all have ended, and what they held is free."""
+        self.look_after()
         with self._lock:
             return self._changed.wait_for(lambda: not (self._left or self._ending), deadline.remaining())
 

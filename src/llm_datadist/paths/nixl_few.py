@@ -39,6 +39,8 @@ class _Blocks:
     """Blocks of each tensor in it."""
     there: int
     theirs: int
+    starts: tuple[list[int], list[int]]
+    """Number of the first block of each tensor, here and there."""
 
 
 class OneRequest(Shortcut):
@@ -83,8 +85,9 @@ class OneRequest(Shortcut):
                 return False
             if self._peek is not None and self._peek() != len(tensors):
                 return False
-            ours = [tensor * blocks.ours + block for block in here for tensor in tensors]
-            theirs = [tensor * blocks.theirs + block for block in there for tensor in tensors]
+            near, far = blocks.starts
+            ours = [start + block for block in here for start in near]
+            theirs = [start + block for block in there for start in far]
             try:
                 flight.run(path.agent.requests.choose(blocks.here, ours, blocks.there, theirs, writing=writing))
             except ConnectionLostError as error:
@@ -129,7 +132,8 @@ class OneRequest(Shortcut):
         except ConnectionLostError:
             requests.discard(here)
             raise
-        blocks = _Blocks(size, versions, here, ours, there, theirs)
+        starts = [tensor * ours for tensor in self._tensors], [tensor * theirs for tensor in self._tensors]
+        blocks = _Blocks(size, versions, here, ours, there, theirs, starts)
         for each in (here, there):
             weakref.finalize(blocks, requests.discard, each).atexit = False
         peek = peeker(bases)

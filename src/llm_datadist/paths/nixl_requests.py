@@ -35,14 +35,15 @@ class Requests:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._post: Any = agent.native.postXferReq
+        self.start: Any = agent.native.postXferReq
+        """``post`` without a word on what goes wrong."""
         self._look: Any = agent.native.getXferStatus
         self._release: Any = agent.native.releaseXferReq
         self._create: Any = agent.native.createXferReq
         self._choose: Any = agent.native.makeXferReq
         self._backends = [agent.backend]
         bindings = agent.bindings
-        self._done, self._busy = int(bindings.NIXL_SUCCESS), int(bindings.NIXL_IN_PROG)
+        self.done, self._busy = int(bindings.NIXL_SUCCESS), int(bindings.NIXL_IN_PROG)
         self._operations = {False: bindings.NIXL_READ, True: bindings.NIXL_WRITE}
         self._list, self._kind, self._device_kind = bindings.nixlXferDList, bindings.DRAM_SEG, bindings.VRAM_SEG
         self._lock = threading.Lock()
@@ -118,9 +119,9 @@ class Requests:
             ConnectionLostError: the peer's agent cannot be reached (any more).
         """
         try:
-            return int(self._post(handle, "")) == self._done
+            return int(self.start(handle, "")) == self.done
         except Exception as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def ended(self, handle: int) -> bool:
         """Whether a request has ended.
@@ -131,11 +132,11 @@ class Requests:
         try:
             status = int(self._look(handle))
         except Exception as error:
-            raise _lost(error) from error
+            raise lost(error) from error
         if status == self._busy:
             return False
-        if status != self._done:
-            raise _lost(status)
+        if status != self.done:
+            raise lost(status)
         return True
 
     def wait(self, handle: int, deadline: Deadline, stopped: Callable[[], bool]) -> None:
@@ -228,7 +229,7 @@ class Requests:
 
     def close(self) -> None:
         """Let go of the agent, of which no request is left: it ends when nothing refers to it."""
-        self._post = self._look = self._release = self._create = self._choose = _finalized
+        self.start = self._look = self._release = self._create = self._choose = _finalized
 
 
 def _finalized(*_: object) -> Any:
@@ -236,5 +237,6 @@ def _finalized(*_: object) -> Any:
     raise RuntimeError(message)
 
 
-def _lost(cause: object) -> ConnectionLostError:
+def lost(cause: object) -> ConnectionLostError:
+    """What is raised for an error of NIXL."""
     return ConnectionLostError(f"the peer's NIXL agent cannot be reached (any more): {cause}")

@@ -20,7 +20,7 @@ _KIB: Final = 1 << 10
 _TOTAL: Final = 128 << 20
 _PLAN: Final = Plan(rounds=5)
 _CALLS: Final = 400
-_ATTEMPTS: Final = 3
+_ATTEMPTS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)

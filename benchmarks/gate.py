@@ -57,7 +57,7 @@ GATES: Final = (
     Gate(_large("pull_blocks", "tcp", 256 * _KIB), Contestant.LIMIT_SOCKETS, at_least=0.6),
     Gate(_large("push_blocks", "tcp", 256 * _KIB), Contestant.LIMIT_SOCKETS, at_least=0.6),
     Gate(scales.small("process_vm"), Contestant.LIMIT_PROCESS_VM, at_most=3.0),
-    Gate(scales.small("tcp"), Contestant.LIMIT_SOCKETS, at_most=4.0),
+    Gate(scales.small("tcp"), Contestant.LIMIT_SOCKETS, at_most=3.2),
 )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
+import mmap
 import socket
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -254,6 +257,26 @@ def test_a_connection_that_comes_after_the_end_is_closed() -> None:
         _, asking = made.connect()
         with asking:
             assert ended(asking)
+
+
+@pytest.mark.parametrize("runs", [1, FEW + 1])
+def test_memory_that_is_unmapped_after_it_was_served(runs: int) -> None:
+    """Refused, and the connection goes on."""
+    with owner() as made:
+        (good,) = memory(1, mmap.PAGESIZE)
+        area = mmap.mmap(-1, mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        made_served = Served(made, [good], [made.add(good), made.table.add(address, mmap.PAGESIZE)])
+        _, sock = made.connect()
+        with sock:
+            for expected in (Result.OK, Result.FAULT):
+                if expected is Result.FAULT:
+                    gc.collect()  # what was made of it in order to know its address
+                    area.close()
+                for region, result in 2 * ((1, expected), (0, Result.OK)):
+                    ask = Ask(Op.READ, [(region, 0)], [(at, 1) for at in range(runs)], 2, b"")
+                    sock.sendall(ask.encode(made_served))
+                    assert read_reply(sock, ask)[0] is result
 
 
 def test_who_gives_up_what_is_being_given_up_waits_for_it_too() -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.memory.regions import RegionTable
 from llm_datadist.paths import nixl_agent, nixl_options
 from llm_datadist.paths.base import ConnectionLostError
 from llm_datadist.paths.nixl_agent import Agent, NixlHost, Registrations
@@ -21,6 +20,8 @@ from llm_datadist.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from llm_datadist.memory.regions import RegionTable
 
 SOON_S = 30.0
 SUCCESS, BUSY = 0, 1
@@ -87,13 +88,6 @@ BINDINGS = SimpleNamespace(
     DRAM_SEG=1,
     VRAM_SEG=2,
 )
-
-
-@pytest.fixture
-def table() -> Iterator[RegionTable]:
-    made = RegionTable()
-    yield made
-    made.close()
 
 
 @pytest.fixture

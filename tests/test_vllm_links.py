@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,26 +13,19 @@ from llm_datadist.integrations.vllm.messages import Renew
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
 from llm_datadist.integrations.vllm.params import Lease
 from until import until
-from vllm_kit import LAYERS, TOKENS, Rank
+from vllm_kit import LAYERS, LEASE, OURS, THEIRS, TOKENS, Rank, two_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llm_datadist.integrations.vllm.messages import Message
 
-OURS, THEIRS = (5, 2, 9), (1, 7, 3)
-LEASE = Lease("r", 3, "abc", 30.0)
-
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Rank, Rank]]:
     """A prefill and a decode worker."""
-    with contextlib.ExitStack() as stack:
-        made = []
-        for cluster_id in (11, 12):
-            made.append(Rank(cluster_id))
-            stack.callback(made[-1].close)
-        yield made[0], made[1]
+    with two_ranks() as made:
+        yield made
 
 
 def cut(prefill: Rank, decode: Rank) -> None:

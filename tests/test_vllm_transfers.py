@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +11,20 @@ import pytest
 from llm_datadist import LLMClusterInfo
 from llm_datadist.integrations.vllm.loads import LoadError
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
-from llm_datadist.integrations.vllm.params import Lease
 from llm_datadist.paths import inprocess
 from net_helpers import WAIT_S
 from until import until
-from vllm_kit import BLOCKS, LAYERS, TOKENS, Rank
+from vllm_kit import BLOCKS, LAYERS, LEASE, OURS, THEIRS, TOKENS, Rank, two_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-OURS, THEIRS = (5, 2, 9), (1, 7, 3)
-LEASE = Lease("r", 3, "abc", 30.0)
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Rank, Rank]]:
     """A prefill and a decode worker."""
-    with contextlib.ExitStack() as stack:
-        made = []
-        for cluster_id in (11, 12):
-            made.append(Rank(cluster_id))
-            stack.callback(made[-1].close)
-        yield made[0], made[1]
+    with two_ranks() as made:
+        yield made
 
 
 def same(prefill: Rank, decode: Rank, count: int = 3) -> bool:

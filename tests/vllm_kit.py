@@ -5,6 +5,7 @@ What vLLM calls is shown with vLLM itself, by ``examples/vllm_pd/run``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -24,11 +25,16 @@ from llm_datadist.integrations.vllm.worker_leases import SLOTS, Leases
 from net_helpers import WAIT_S
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from llm_datadist.integrations.vllm.messages import Message
     from llm_datadist.integrations.vllm.orders import Load
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_BYTES = 4, 12, 3, 16, 256
 PAGE = HEADS * HEAD_BYTES
+OURS, THEIRS = (5, 2, 9), (1, 7, 3)
+"""Blocks of a request at the decode and at the prefill worker."""
+LEASE = Lease("r", 3, "abc", 30.0)
 
 
 class Rank:
@@ -114,3 +120,14 @@ class Rank:
     def close(self) -> None:
         self.dist.finalize()
         self.pool.shutdown()
+
+
+@contextlib.contextmanager
+def two_ranks() -> Iterator[tuple[Rank, Rank]]:
+    """A prefill and a decode worker."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for cluster_id in (11, 12):
+            made.append(Rank(cluster_id))
+            stack.callback(made[-1].close)
+        yield made[0], made[1]

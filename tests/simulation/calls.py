@@ -8,6 +8,8 @@ import selectors
 import socket
 from typing import TYPE_CHECKING, Any
 
+from llm_datadist.memory import syscalls
+
 if TYPE_CHECKING:
     from simulation.network import Network, Socket, Watched
 
@@ -86,6 +88,8 @@ class Selector:
 class SocketCalls:
     """The vectored calls of ``memory.syscalls`` on sockets."""
 
+    Message = syscalls.Message
+
     def __init__(self, network: Network) -> None:
         self._network = network
 
@@ -98,6 +102,10 @@ class SocketCalls:
         sock = self._network.find(fd)
         with sock.one_call(socket.SO_RCVTIMEO):
             return self._receive_all(sock, iovecs, count, flags)
+
+    def receive_message(self, fd: int, message: int, flags: int) -> int:
+        header = syscalls.Message.from_address(message)
+        return self.receive_iovecs(fd, header.iov, header.iovlen, flags)
 
     def _receive_all(self, sock: Socket, iovecs: int, count: int, flags: int) -> int:
         done = 0
@@ -120,6 +128,10 @@ class SocketCalls:
         sock = self._network.find(fd)
         with sock.one_call(socket.SO_SNDTIMEO):
             return self._send_all(sock, iovecs, count, flags)
+
+    def send_message(self, fd: int, message: int, flags: int) -> int:
+        header = syscalls.Message.from_address(message)
+        return self.send_iovecs(fd, header.iov, header.iovlen, flags)
 
     def _send_all(self, sock: Socket, iovecs: int, count: int, flags: int) -> int:
         done = 0

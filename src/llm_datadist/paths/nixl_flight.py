@@ -30,7 +30,7 @@ class Flight:
         self._path = path
         self._requests = path.agent.requests
         self._remote = path.remote
-        self.look = look
+        self.look: Look = look
         self._deadline = deadline
         self._live: dict[int, bool] = {}
         """Requests that may run, and whether they are used again."""

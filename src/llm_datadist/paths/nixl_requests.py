@@ -43,7 +43,8 @@ class Requests:
         self._choose: Any = agent.native.makeXferReq
         self._backends = [agent.backend]
         bindings = agent.bindings
-        self.done, self._busy = int(bindings.NIXL_SUCCESS), int(bindings.NIXL_IN_PROG)
+        self.done: int = int(bindings.NIXL_SUCCESS)
+        self._busy = int(bindings.NIXL_IN_PROG)
         self._operations = {False: bindings.NIXL_READ, True: bindings.NIXL_WRITE}
         self._list, self._kind, self._device_kind = bindings.nixlXferDList, bindings.DRAM_SEG, bindings.VRAM_SEG
         self._lock = threading.Lock()

@@ -41,6 +41,7 @@ _FIRST_BYTES: Final = 16 << 10
 _OK: Final = Reply(Result.OK).encode()
 _OK_AT: Final = int(iovec_of(_OK)[0, 0])
 _MOST_EDGES: Final = 64
+"""Groups of regions whose ends are kept at hand."""
 _NOT_MAPPED: Final = "a registered tensor is not mapped at its owner (any more)"
 MAX_CONNECTIONS: Final = 64
 """Of one link."""
@@ -222,17 +223,8 @@ class DataServer:
         table_bytes = request.table_bytes
         tables = inbox.take(table_bytes + request.padding, deadline)[:table_bytes]
         spans = _Few(tables, request, self._edges) if request.spans <= FEW else _Many(tables, request)
-        regions, lease = self._regions, object()
         try:
-            try:
-                regions.hold(lease, spans.regions)
-                if request.epoch not in (0, regions.epoch):
-                    message = f"planned with epoch {request.epoch}, now {regions.epoch}"
-                    raise StaleEpochError(message)
-                spans.locate(regions.view)
-                self._move(stream, inbox, request, spans, deadline)
-            finally:
-                regions.let_go(lease)
+            self._carry_out(stream, inbox, request, spans, deadline)
         except StaleEpochError as error:
             return self._refuse(stream, inbox, request, Result.STALE, error, deadline)
         except UnknownRegionError as error:
@@ -244,6 +236,20 @@ class DataServer:
             log.error("data request refused: %s (transfer %016x)", error, request.transfer_id)
             return self._refuse(stream, inbox, request, Result.FAULT, error, deadline)
         return Result.OK
+
+    def _carry_out(
+        self, stream: Stream, inbox: _Inbox, request: Request, spans: _Few | _Many, deadline: Deadline
+    ) -> None:
+        regions, lease = self._regions, object()
+        try:
+            regions.hold(lease, spans.regions)
+            if request.epoch not in (0, regions.epoch):
+                message = f"planned with epoch {request.epoch}, now {regions.epoch}"
+                raise StaleEpochError(message)
+            spans.locate(regions.view)
+            self._move(stream, inbox, request, spans, deadline)
+        finally:
+            regions.let_go(lease)
 
     def _move(self, stream: Stream, inbox: _Inbox, request: Request, spans: _Few | _Many, deadline: Deadline) -> None:
         try:

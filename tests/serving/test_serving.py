@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 
 TOGETHER = 4
 MOST_HUNDREDS = 5
+READS = pytest.mark.parametrize("pair", ["pull"], indirect=True)
+"""In push mode nothing is read."""
 
 
 def texts(model: Path, seed: int) -> dict[str, list[str]]:
     from prompts import prompts  # noqa: PLC0415 - of the example, which needs vLLM's environment
 
     return prompts(model, seed)
-
-
-def reads(pair: Pair) -> None:
-    if pair.mode == "push":
-        pytest.skip("nothing is read in push mode")
 
 
 def idle(pair: Pair) -> bool:
@@ -117,8 +114,8 @@ def test_a_killed_decode_engine_costs_no_blocks(pair: Pair, model: Path) -> None
     assert [each.tokens for each in answers] == expected
 
 
+@READS
 def test_what_is_read_too_late_is_computed_again(pair: Pair, model: Path) -> None:
-    reads(pair)
     prompt, *others = (f"late {text}" for text in texts(model, 23)["middle"])
     expired = metric(pair.prefill, "llm_datadist_expired_leases_total")
     failed = metric(pair.decode, "llm_datadist_failed_loads_total")
@@ -131,8 +128,8 @@ def test_what_is_read_too_late_is_computed_again(pair: Pair, model: Path) -> Non
     until(lambda: metric(pair.decode, "llm_datadist_failed_loads_total") == failed + 1, 30)
 
 
+@READS
 def test_other_blocks_are_refused_and_computed_again(pair: Pair, model: Path, tmp_path: Path) -> None:
-    reads(pair)
     prompt = f"blocks {texts(model, 24)['middle'][3]}"
     failed = metric(pair.decode, "llm_datadist_failed_loads_total")
     other = Pair(model, tmp_path, "pull")

@@ -145,6 +145,7 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("verify_transfers", False, {"llm.VerifyTransfers": "0"}),
     ("verify_transfers", None, {}),
     ("heartbeat_interval_ms", 0, {"llm.HeartbeatIntervalMs": "0"}),
+    ("switch_interval_us", 0, {"llm.SwitchIntervalUs": "0"}),
     ("heartbeat_timeout_ms", 2**31 - 1, {"llm.HeartbeatTimeoutMs": "2147483647"}),
     ("secret", "x" * 16, {"llm.Secret": "x" * 16}),
     ("secret", "", {"llm.Secret": ""}),

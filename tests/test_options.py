@@ -71,6 +71,7 @@ def test_defaults() -> None:
         "allow_insecure_remote": False,
         "heartbeat_interval_ms": 10_000,
         "heartbeat_timeout_ms": 60_000,
+        "switch_interval_us": 500,
         "nixl": {"backend": "UCX", "params": (), "wanted": False, "encrypted": False},
     }
     assert (DEFAULT_SYNC_TIMEOUT_MS, DEFAULT_LINK_TIME_S, DEFAULT_MAX_ADDRS) == (1000, 120, 240)

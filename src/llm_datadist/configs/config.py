@@ -227,6 +227,14 @@ class LlmConfig:
         "Milliseconds without that sign of life after which the link is given up. A background thread of the peer "
         "answers, so a busy interpreter does not matter, but one that an extension holds for so long does.",
     )
+    switch_interval_us: Option[int] = Option(
+        "llm.SwitchIntervalUs",
+        a_number_in(0, 1_000_000, int),
+        500,
+        "From init to finalize the switch interval of the interpreter is at most so many microseconds, for the whole "
+        "process: other threads that compute in Python make way for transfers sooner than after the usual 5000. It is "
+        "never made longer; 0 leaves it alone. Not set: as LLM_DATADIST_SWITCH_INTERVAL_US says, else 500.",
+    )
 
     nixl_backend: Text = Option(
         "llm.NixlBackend",

@@ -28,7 +28,7 @@ from llm_datadist.engine.transfers import Transfers
 from llm_datadist.memory.huge_pages import advise
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.utils import limits, log
+from llm_datadist.utils import limits, log, switching
 from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Engine:
         except (OSError, RuntimeError, MemoryError) as error:
             self._pools.close()
             raise _cannot_start(error) from error
+        self._undo_switching = switching.shorten(options.switch_interval_us)
         self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
         self.few: FewTransfers = FewTransfers(self._core, self._links)
@@ -104,6 +105,7 @@ class Engine:
         self._links.close()
         self._core.close()
         self._pools.close()
+        self._undo_switching()
 
     def _check(self, operation: str) -> None:
         if os.getpid() != self._pid:

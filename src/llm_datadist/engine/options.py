@@ -29,6 +29,8 @@ DEFAULT_SYNC_TIMEOUT_MS: Final = 1000
 DEFAULT_LINK_TIME_S: Final = 120
 DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 10_000
 DEFAULT_HEARTBEAT_TIMEOUT_MS: Final = 60_000
+DEFAULT_SWITCH_INTERVAL_US: Final = 500
+_MAX_SWITCH_INTERVAL_US: Final = 1_000_000
 _MAX_ADDRS_LIMIT: Final = 65_000
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
@@ -80,6 +82,8 @@ class EngineOptions:
     """After so long a silence a peer is asked for a sign of life; 0: never."""
     heartbeat_timeout_ms: int = DEFAULT_HEARTBEAT_TIMEOUT_MS
     """The link of a peer that gives none for so long is given up."""
+    switch_interval_us: int = DEFAULT_SWITCH_INTERVAL_US
+    """How long threads of this process wait for the interpreter before they get it; 0: as Python has it."""
     nixl: NixlOptions = field(default_factory=NixlOptions)
     """How NIXL is used, if it is."""
 
@@ -140,6 +144,7 @@ class EngineOptions:
             heartbeat_timeout_ms=reader.number(
                 "llm.HeartbeatTimeoutMs", 1, _INT32_MAX, default=DEFAULT_HEARTBEAT_TIMEOUT_MS
             ),
+            switch_interval_us=_switch_interval_us(reader),
         )
         parsed = replace(parsed, nixl=_nixl(reader, encrypted=parsed.tls is not None))
         if strict:
@@ -261,6 +266,18 @@ def _flag(reader: _Reader, key: str, variable: str, fallback: str | None, *, def
     if text not in ("0", "1"):
         raise _refused(key, text, '"0" or "1"')
     return text == "1"
+
+
+def _switch_interval_us(reader: _Reader) -> int:
+    key, text = "llm.SwitchIntervalUs", reader.get("llm.SwitchIntervalUs")
+    if text is None:
+        key, text = "LLM_DATADIST_SWITCH_INTERVAL_US", environment.switch_interval_us()
+    if text is None:
+        return DEFAULT_SWITCH_INTERVAL_US
+    number = small_number(text)
+    if number is None or not 0 <= number <= _MAX_SWITCH_INTERVAL_US:
+        raise _refused(key, text, f"a whole number from 0 to {_MAX_SWITCH_INTERVAL_US}")
+    return number
 
 
 def _check_constraints(reader: _Reader, options: EngineOptions) -> None:

@@ -34,6 +34,14 @@ def metrics() -> str | None:
     return os.environ.get("LLM_DATADIST_METRICS")
 
 
+def switch_interval_us() -> str | None:
+    """``LLM_DATADIST_SWITCH_INTERVAL_US``: microseconds, see ``LLMConfig.switch_interval_us``; None when unset.
+
+    The option ``llm.SwitchIntervalUs`` (``LLMConfig.switch_interval_us``) wins over it.
+    """
+    return os.environ.get("LLM_DATADIST_SWITCH_INTERVAL_US")
+
+
 def verify_transfers() -> str | None:
     """``LLM_DATADIST_VERIFY_TRANSFERS``: "1" or "0", whether transfers are verified; None when unset.
 

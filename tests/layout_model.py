@@ -81,10 +81,11 @@ def apply(runs: Runs, source: bytes, target_size: int, *, into_local: bool) -> b
 
 
 def assert_merged(runs: Runs) -> None:
-    """No two neighbours are adjacent on both sides."""
+    """No two neighbours are adjacent on both sides, in either direction."""
     rows = list(zip(runs.local.tolist(), runs.remote.tolist(), runs.lengths.tolist(), strict=True))
-    for (local, remote, length), (next_local, next_remote, _) in itertools.pairwise(rows):
+    for (local, remote, length), (next_local, next_remote, next_length) in itertools.pairwise(rows):
         assert (local + length, remote + length) != (next_local, next_remote)
+        assert (next_local + next_length, next_remote + next_length) != (local, remote)
 
 
 def span_rows(spans: Spans) -> list[tuple[int, int, int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +24,9 @@ from llm_datadist.layout import plan
 from llm_datadist.layout.plan import Geometry, Window
 from llm_datadist.layout.spans import LayoutError, Runs, Spans, merge
 from llm_datadist.memory import iovec
+
+if TYPE_CHECKING:
+    import random
 
 CENTRAL = settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FREQUENT = settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -310,9 +315,50 @@ def test_merge_keeps_every_byte_pair_in_order_and_joins_all_that_can_be(steps: l
 def test_merge_joins_only_what_is_adjacent_on_both_sides() -> None:
     local_only = merge(array(0, 8), array(0, 9), array(8, 8))
     remote_only = merge(array(0, 9), array(0, 8), array(8, 8))
-    backwards = merge(array(8, 0), array(8, 0), array(8, 8))
-    assert [len(runs.lengths) for runs in (local_only, remote_only, backwards)] == [2, 2, 2]
+    crossed = merge(array(8, 0), array(0, 8), array(8, 8))
+    local_down = merge(array(8, 0), array(9, 0), array(8, 8))
+    assert [len(runs.lengths) for runs in (local_only, remote_only, crossed, local_down)] == [2, 2, 2, 2]
     assert rows(merge(array(0, 8, 99, 16), array(4, 12, 7, 20), array(8, 8, 0, 8))) == [(0, 4, 24)]
+
+
+def test_merge_joins_what_goes_down() -> None:
+    """As block lists do that an allocator got back the last block first."""
+    assert rows(merge(array(24, 16, 8), array(40, 32, 24), array(8, 8, 8))) == [(8, 24, 24)]
+    assert rows(merge(array(9, 4, 0), array(9, 4, 0), array(3, 5, 4))) == [(0, 0, 12)]
+    # Two pieces of each block go up, the blocks go down.
+    assert rows(merge(array(16, 20, 8, 12), array(36, 40, 28, 32), array(4, 4, 4, 4))) == [(8, 28, 16)]
+    # What was joined downwards fits upwards.
+    assert rows(merge(array(8, 0, 16), array(9, 1, 17), array(8, 8, 8))) == [(0, 1, 24)]
+
+
+@FREQUENT
+@given(
+    segments=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=6),
+    order=st.randoms(use_true_random=False),
+    lengths=st.lists(st.integers(0, 3), min_size=24, max_size=24),
+)
+def test_merge_keeps_the_byte_pairs_of_segments_in_either_direction(
+    segments: list[tuple[int, bool, bool]], order: random.Random, lengths: list[int]
+) -> None:
+    """Segments that follow each other in memory, some after a gap, in any order, forwards or backwards."""
+    at, given_rows = 0, []
+    for number, (count, backwards, gap) in enumerate(segments):
+        segment = []
+        for length in lengths[4 * number : 4 * number + count]:
+            segment.append((at, at + 7, length))
+            at += length
+        given_rows.append(segment[::-1] if backwards else segment)
+        at += gap
+    order.shuffle(given_rows)
+    flat = [row for segment in given_rows for row in segment]
+    merged = merge(*(array(*column) for column in zip(*flat, strict=True))) if flat else merge(*[array()] * 3)
+
+    def byte_pairs(runs: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        return sorted((here + byte, there + byte) for here, there, length in runs for byte in range(length))
+
+    assert byte_pairs(rows(merged)) == byte_pairs(flat)
+    assert (merged.lengths > 0).all()
+    assert_merged(merged)
 
 
 def test_merge_sums_lengths_beyond_4_gib() -> None:

@@ -112,18 +112,45 @@ class Spans:
 
 
 def merge(local: I64, remote: I64, lengths: I64) -> Runs:
-    """Join neighbours in list order that are adjacent on both sides; drop empty ones."""
+    """Join neighbours in list order that are adjacent on both sides; drop empty ones.
+
+    Neighbours may also go down: allocators hand out blocks in the order in which they were freed, often the last first.
+    """
     if not lengths.all():
         keep = lengths > 0
         local, remote, lengths = local[keep], remote[keep], lengths[keep]
-    if len(lengths) < 2:  # noqa: PLR2004 - nothing to join
-        return Runs(local, remote, lengths)
-    ends_local, ends_remote = local[:-1] + lengths[:-1], remote[:-1] + lengths[:-1]
+    runs = _join_up(Runs(local, remote, lengths))
+    while (joined := _join_down(runs)) is not runs:
+        runs = _join_up(joined)
+    return runs
+
+
+def _join_up(runs: Runs) -> Runs:
+    """Join those that begin where the one before ends; the same object if there are none."""
+    if len(runs) < 2:  # noqa: PLR2004 - nothing to join
+        return runs
+    local, remote, lengths = runs.local, runs.remote, runs.lengths
     heads = np.empty(len(lengths), dtype=bool)
     heads[0] = True
-    np.not_equal(local[1:], ends_local, out=heads[1:])
-    heads[1:] |= remote[1:] != ends_remote
+    np.not_equal(local[1:], local[:-1] + lengths[:-1], out=heads[1:])
+    heads[1:] |= remote[1:] != remote[:-1] + lengths[:-1]
     if heads.all():
-        return Runs(local, remote, lengths)
+        return runs
     starts = np.flatnonzero(heads)
     return Runs(local[starts], remote[starts], np.add.reduceat(lengths, starts))
+
+
+def _join_down(runs: Runs) -> Runs:
+    """Join those that end where the one before begins; the same object if there are none."""
+    if len(runs) < 2:  # noqa: PLR2004 - nothing to join
+        return runs
+    local, remote, lengths = runs.local, runs.remote, runs.lengths
+    tails = np.empty(len(lengths), dtype=bool)
+    tails[-1] = True
+    np.not_equal(local[1:] + lengths[1:], local[:-1], out=tails[:-1])
+    tails[:-1] |= remote[1:] + lengths[1:] != remote[:-1]
+    if tails.all():
+        return runs
+    lasts = np.flatnonzero(tails)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), lasts[:-1] + 1])
+    return Runs(local[lasts], remote[lasts], np.add.reduceat(lengths, starts))

@@ -92,7 +92,8 @@ if __name__ == "__main__":
 
 
 def test_it_reports_what_it_has_when_the_time_is_over(tmp_path: Path) -> None:
-    done, result = check(tmp_path, "--host-only", "--mib", "8", "--limit-s", "1.5")
+    # All rounds of this size take some ten seconds.
+    done, result = check(tmp_path, "--host-only", "--mib", "512", "--round-s", "60", "--limit-s", "1.5")
     assert done.returncode == 1
     assert "its time was over" in result["failure"]
     assert not result["passed"]

@@ -57,13 +57,15 @@ class Contestant:
     remote: Any = None
     """For pushes: what the prefill engine tells about itself."""
 
-    async def first_token(self, client: Client, text: str) -> float:
-        """Seconds until it has come."""
+    async def first_token(self, client: Client, text: str) -> tuple[float, float]:
+        """Seconds until it has come, and how many of them passed before the last leg began."""
         prefill, decode = self.engines[0].url, self.engines[-1].url
         if self.name == PUSH:
             self.remote = self.remote or await client.describe(prefill)
-            return (await client.push(decode, prefill, self.remote, text, TOKENS)).ttft
-        return (await client.complete(decode, text, TOKENS, "" if self.name == SINGLE else prefill)).ttft
+            answer = await client.push(decode, prefill, self.remote, text, TOKENS)
+        else:
+            answer = await client.complete(decode, text, TOKENS, "" if self.name == SINGLE else prefill)
+        return answer.ttft, answer.prefill_seconds
 
     def moved(self) -> tuple[float, float]:
         """Seconds and number of all transfers, as vLLM's metrics tell."""
@@ -100,8 +102,8 @@ def main() -> int:
             for engine in each.engines:
                 environment = _environment(tcp=options.tcp) if each.name == NIXL else {}
                 engine.start("--dtype", options.dtype, environment=environment).wait()
-        ttft, moved = asyncio.run(_measure(contestants, model, options.rounds))
-        _report(ttft, moved, options.names)
+        ttft, legs, moved = asyncio.run(_measure(contestants, model, options.rounds))
+        _report(ttft, legs, moved, options.names)
         _report_idle(contestants)
     finally:
         for each in contestants:
@@ -128,9 +130,11 @@ def _environment(*, tcp: bool) -> dict[str, str]:
     return {**found, "UCX_TLS": "tcp"} if tcp else found
 
 
-async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> tuple[Samples, Samples]:
+async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> tuple[Samples, Samples, Samples]:
+    """Times to first tokens, what of them the decode engines took, and times of transfers."""
     client = Client()
     ttft: Samples = {}
+    legs: Samples = {}
     moved: Samples = {}
     try:
         for turn in range(rounds + 1):  # the first one warms up
@@ -140,14 +144,16 @@ async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> t
                     first = at % len(contestants)
                     for each in contestants[first:] + contestants[:first]:
                         before = each.moved()
-                        _note(ttft, turn, kind, each.name, await each.first_token(client, text))
+                        whole, prefill = await each.first_token(client, text)
+                        _note(ttft, turn, kind, each.name, whole)
+                        _note(legs, turn, kind, each.name, whole - prefill)
                         _note(moved, turn, kind, each.name, await _grown(each, before))
-                    _note(ttft, turn, kind, AGAIN, await contestants[0].first_token(client, text))
+                    _note(ttft, turn, kind, AGAIN, (await contestants[0].first_token(client, text))[0])
             sys.stderr.write(f"\rround {turn} of {rounds}")
         sys.stderr.write("\n")
     finally:
         await client.close()
-    return ttft, moved
+    return ttft, legs, moved
 
 
 def _note(samples: Samples, turn: int, kind: str, name: str, value: float) -> None:
@@ -165,7 +171,7 @@ async def _grown(contestant: Contestant, before: tuple[float, float]) -> float:
     return 0.0
 
 
-def _report(ttft: Samples, moved: Samples, names: Iterable[str]) -> None:
+def _report(ttft: Samples, legs: Samples, moved: Samples, names: Iterable[str]) -> None:
     for kind, what in KINDS.items():
         alone = ttft[kind, SINGLE]
         print(f"TTFT, {what}: single {_shown(alone)} ms, n={len(alone)}")
@@ -173,6 +179,8 @@ def _report(ttft: Samples, moved: Samples, names: Iterable[str]) -> None:
         for name in names:
             added = [a - b for a, b in zip(ttft[kind, name], alone, strict=True)]
             print(f"  {name} adds {_shown(added)} ms; moving KV {_shown(moved[kind, name])} ms")
+            if name != PUSH:  # whose legs run at the same time
+                print(f"  {name}, decode leg: {_shown(legs[kind, name])} ms")
 
 
 def _shown(seconds: list[float]) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from client import PREFILL
+from engines import ENVIRONMENT, ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 START_S = 240.0
 VOCABULARY = 1000
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 GEMMA = """
 from transformers import Gemma3ForCausalLM as Model, Gemma3TextConfig
 kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -51,8 +52,6 @@ class Offline:
     """An engine in a process of its own."""
 
     def __init__(self, name: str, logs: Path, model: Path, role: str, **settings: Any) -> None:
-        from engines import ENVIRONMENT, ours  # noqa: PLC0415 - of the example, which needs vLLM's environment
-
         transfer = ours(role) | {"kv_connector": "WatchedConnector", "kv_connector_module_path": "watched_connector"}
         settings = {"model": str(model), "kv_transfer_config": transfer, **settings}
         self._log = logs / f"{name}.log"

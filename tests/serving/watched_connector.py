@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from llm_datadist.integrations.vllm import LLMDataDistConnector
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
@@ -47,8 +48,6 @@ class WatchedConnector(LLMDataDistConnector):
 
 
 def _digest(cache: torch.Tensor, num_blocks: int, block: int) -> str:
-    import torch  # noqa: PLC0415 - there is no other use of it here
-
     page = cache.select(cache.shape.index(num_blocks), block).contiguous()
     assert page.count_nonzero()
     return hashlib.sha256(page.view(torch.uint8).numpy().tobytes()).hexdigest()

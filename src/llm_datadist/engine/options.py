@@ -180,12 +180,7 @@ class _Reader:
 
     def number(self, key: str, low: int, high: int, default: int) -> int:
         value = self._options.get(key)
-        if value is None:
-            return default
-        number = small_number(value)
-        if number is None or not low <= number <= high:
-            raise self.error(key, f"a whole number from {low} to {high}")
-        return number
+        return default if value is None else _number(key, value, low, high)
 
     def json_object(self, key: str) -> dict[str, object] | None:
         value = self._options.get(key)
@@ -198,6 +193,13 @@ class _Reader:
         if not isinstance(parsed, dict):
             raise self.error(key, "a JSON object")
         return parsed
+
+
+def _number(key: str, value: str, low: int, high: int) -> int:
+    number = small_number(value)
+    if number is None or not low <= number <= high:
+        raise _refused(key, value, f"a whole number from {low} to {high}")
+    return number
 
 
 def _refused(key: str, value: str | None, wanted: str) -> LLMException:
@@ -274,10 +276,7 @@ def _switch_interval_us(reader: _Reader) -> int:
         key, text = "LLM_DATADIST_SWITCH_INTERVAL_US", environment.switch_interval_us()
     if text is None:
         return DEFAULT_SWITCH_INTERVAL_US
-    number = small_number(text)
-    if number is None or not 0 <= number <= _MAX_SWITCH_INTERVAL_US:
-        raise _refused(key, text, f"a whole number from 0 to {_MAX_SWITCH_INTERVAL_US}")
-    return number
+    return _number(key, text, 0, _MAX_SWITCH_INTERVAL_US)
 
 
 def _check_constraints(reader: _Reader, options: EngineOptions) -> None:

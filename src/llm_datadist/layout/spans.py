@@ -119,14 +119,14 @@ def merge(local: I64, remote: I64, lengths: I64) -> Runs:
     if not lengths.all():
         keep = lengths > 0
         local, remote, lengths = local[keep], remote[keep], lengths[keep]
-    runs = _join_up(Runs(local, remote, lengths))
-    while (joined := _join_down(runs)) is not runs:
-        runs = _join_up(joined)
+    runs = _join(Runs(local, remote, lengths))
+    while len(joined := _join(runs[::-1])) < len(runs):
+        runs = _join(joined[::-1])
     return runs
 
 
-def _join_up(runs: Runs) -> Runs:
-    """Join those that begin where the one before ends; the same object if there are none."""
+def _join(runs: Runs) -> Runs:
+    """Join those that begin where the one before ends."""
     if len(runs) < 2:  # noqa: PLR2004 - nothing to join
         return runs
     local, remote, lengths = runs.local, runs.remote, runs.lengths
@@ -138,19 +138,3 @@ def _join_up(runs: Runs) -> Runs:
         return runs
     starts = np.flatnonzero(heads)
     return Runs(local[starts], remote[starts], np.add.reduceat(lengths, starts))
-
-
-def _join_down(runs: Runs) -> Runs:
-    """Join those that end where the one before begins; the same object if there are none."""
-    if len(runs) < 2:  # noqa: PLR2004 - nothing to join
-        return runs
-    local, remote, lengths = runs.local, runs.remote, runs.lengths
-    tails = np.empty(len(lengths), dtype=bool)
-    tails[-1] = True
-    np.not_equal(local[1:] + lengths[1:], local[:-1], out=tails[:-1])
-    tails[:-1] |= remote[1:] + lengths[1:] != remote[:-1]
-    if tails.all():
-        return runs
-    lasts = np.flatnonzero(tails)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), lasts[:-1] + 1])
-    return Runs(local[lasts], remote[lasts], np.add.reduceat(lengths, starts))

@@ -6,6 +6,7 @@ Run it with a Python that has the project installed: ``python benchmarks/busy_ca
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -51,8 +52,9 @@ def _member(cluster_id: int, role: LLMRole) -> tuple[LLMDataDist, Any, list[Any]
 
 def _own(pipe: Connection) -> None:
     member, _, _tensors = _member(1, LLMRole.PROMPT)
-    pipe.send(member.listen_address)
-    pipe.recv()
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the other process was interrupted
+        pipe.send(member.listen_address)
+        pipe.recv()
     member.finalize()
 
 
@@ -61,6 +63,7 @@ def _measure(*, busy: bool) -> float:
     here, there = multiprocessing.Pipe()
     owner = multiprocessing.get_context("spawn").Process(target=_own, args=(there,))
     owner.start()
+    there.close()  # or else the owner would not learn that this process has ended
     member, cache, tensors = _member(2, LLMRole.DECODER)
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = 1
@@ -100,7 +103,14 @@ def main() -> int:
             for kind, (state, environment) in _KINDS.items():
                 everything = os.environ | {"LLM_DATADIST_PATHS": path} | environment
                 command = [sys.executable, __file__, state]
-                ended = subprocess.run(command, stdout=subprocess.PIPE, env=everything, timeout=_LIMIT_S, check=True)  # noqa: S603
+                ended = subprocess.run(  # noqa: S603 - this very script
+                    command,
+                    stdout=subprocess.PIPE,
+                    env=everything,
+                    timeout=_LIMIT_S,
+                    check=True,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends it
+                )
                 found[kind].append(float(ended.stdout) * 1e3)
         for kind, each in found.items():
             median, low, high = statistics.median(each), min(each), max(each)
@@ -113,4 +123,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.stdout.write(f"{_measure(busy=sys.argv[1] == 'busy')}\n")
     else:
-        sys.exit(main())
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit(130)

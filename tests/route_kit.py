@@ -83,6 +83,8 @@ class Engine:
         self.gone: queue.Queue[Leg] = queue.Queue()
         """Those whose connection was closed before they were answered."""
         self.behave: Callable[[Leg], Awaitable[web.StreamResponse]] = self.answer
+        self.context = 64
+        """Its ``--max-model-len``."""
         self.refusal: tuple[int, str] | None = None
         """Status and body of the answer to whatever is asked."""
         self.host, self.port = "127.0.0.1", 0
@@ -162,7 +164,8 @@ class Engine:
             raise
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "first-model"}, {"id": "lora"}]})
+        models = [{"id": "first-model", "max_model_len": self.context}, {"id": "lora", "max_model_len": None}]
+        return web.json_response({"object": "list", "data": models})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -17,6 +17,7 @@ from aiohttp import web
 from llm_datadist.cli.route import engines as behind
 from llm_datadist.cli.route.engines import Engine as Behind
 from llm_datadist.cli.route.engines import Pool, Role, open_session
+from llm_datadist.cli.route.push import PushLegs
 from llm_datadist.cli.route.router import Router
 from llm_datadist.cli.route.server import application
 from route_kit import PROMPT, WAIT_S, Route, routing
@@ -173,7 +174,9 @@ async def _served(prefill: Engine, decode: Engine) -> AsyncIterator[int]:
     """The router in this loop; its port."""
     async with open_session(WAIT_S) as session:
         router = Router(
-            Pool([Behind(Role.PREFILL, prefill.url, session)]), Pool([Behind(Role.DECODE, decode.url, session)])
+            Pool([Behind(Role.PREFILL, prefill.url, session)]),
+            Pool([Behind(Role.DECODE, decode.url, session)]),
+            PushLegs(),
         )
         runner = web.AppRunner(application(router), handler_cancellation=True)
         await runner.setup()

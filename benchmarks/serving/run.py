@@ -2,8 +2,10 @@
 """Prefill and decode apart with vLLM: what it adds to the time to first token, and how long KV takes to move.
 
 A single engine, a pair with this library and a pair with a tuned NixlConnector live at a time. Every prompt goes to
-each of them in turns; each round has new prompts, so that no prefix cache helps. Run it with the Python of
-docs/vllm.md, with NIXL added, on a machine that does nothing else:
+each of them in turns; each round has new prompts, so that no prefix cache helps. Pulls go through
+``llm-datadist route``, which gives the client the prefill engine's first token; the pair with NixlConnector is asked
+directly, without a router's time. Run it with the Python of docs/vllm.md, with NIXL added, on a machine that does
+nothing else:
 
     .venv-vllm/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-vllm/bin/python benchmarks/serving/run.py
@@ -31,9 +33,12 @@ from client import Client
 from engines import Engine, free_port, ours, stop_on_signals
 from model import prepare
 from prompts import LONG, SHORT, prompts
+from routers import Router, our_router
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from client import Answer
 
 SINGLE, AGAIN = "single", "single, same prompt again"
 PULL, PUSH, NIXL = "pull", "push", "nixl"
@@ -56,16 +61,33 @@ class Contestant:
     engines: list[Engine]
     remote: Any = None
     """For pushes: what the prefill engine tells about itself."""
+    router: Router | None = None
+    """For pulls."""
 
-    async def first_token(self, client: Client, text: str) -> tuple[float, float]:
-        """Seconds until it has come, and how many of them passed before the last leg began."""
+    def start(self, logs: Path, dtype: str, *, tcp: bool) -> None:
+        """Start the engines, one by one, and what is in front of them."""
+        for engine in self.engines:
+            environment = _environment(tcp=tcp) if self.name == NIXL else {}
+            engine.start("--dtype", dtype, environment=environment).wait()
+        if self.name == PULL:
+            self.router = our_router([self.engines[0].url], [self.engines[1].url], logs, PULL)
+
+    def stop(self) -> None:
+        """Stop them."""
+        if self.router is not None:
+            self.router.stop()
+        for engine in self.engines:
+            engine.stop()
+
+    async def complete(self, client: Client, text: str) -> Answer:
+        """Answer a prompt."""
         prefill, decode = self.engines[0].url, self.engines[-1].url
         if self.name == PUSH:
             self.remote = self.remote or await client.describe(prefill)
-            answer = await client.push(decode, prefill, self.remote, text, TOKENS)
-        else:
-            answer = await client.complete(decode, text, TOKENS, "" if self.name == SINGLE else prefill)
-        return answer.ttft, answer.prefill_seconds
+            return await client.push(decode, prefill, self.remote, text, TOKENS)
+        if self.router is not None:
+            return await client.complete(self.router.url, text, TOKENS)
+        return await client.complete(decode, text, TOKENS, "" if self.name == SINGLE else prefill)
 
     def moved(self) -> tuple[float, float]:
         """Seconds and number of all transfers, as vLLM's metrics tell."""
@@ -81,6 +103,18 @@ class Contestant:
 
 
 Samples = dict[tuple[str, str], list[float]]
+
+
+@dataclasses.dataclass
+class Results:
+    """Seconds, by kind of prompt and contestant."""
+
+    first: Samples = dataclasses.field(default_factory=dict)
+    """From the request to the first token."""
+    second: Samples = dataclasses.field(default_factory=dict)
+    """From the request to the second token."""
+    moved: Samples = dataclasses.field(default_factory=dict)
+    """Of transfers."""
 
 
 def main() -> int:
@@ -99,16 +133,12 @@ def main() -> int:
     contestants = [_contestant(name, model, logs, tcp=options.tcp) for name in (SINGLE, *options.names)]
     try:
         for each in contestants:
-            for engine in each.engines:
-                environment = _environment(tcp=options.tcp) if each.name == NIXL else {}
-                engine.start("--dtype", options.dtype, environment=environment).wait()
-        ttft, legs, moved = asyncio.run(_measure(contestants, model, options.rounds))
-        _report(ttft, legs, moved, options.names)
+            each.start(logs, options.dtype, tcp=options.tcp)
+        _report(asyncio.run(_measure(contestants, model, options.rounds)), options.names)
         _report_idle(contestants)
     finally:
         for each in contestants:
-            for engine in each.engines:
-                engine.stop()
+            each.stop()
     return 0
 
 
@@ -130,12 +160,9 @@ def _environment(*, tcp: bool) -> dict[str, str]:
     return {**found, "UCX_TLS": "tcp"} if tcp else found
 
 
-async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> tuple[Samples, Samples, Samples]:
-    """Times to first tokens, what of them the decode engines took, and times of transfers."""
+async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> Results:
     client = Client()
-    ttft: Samples = {}
-    legs: Samples = {}
-    moved: Samples = {}
+    found = Results()
     try:
         for turn in range(rounds + 1):  # the first one warms up
             texts = prompts(model, seed=turn)
@@ -144,16 +171,16 @@ async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> t
                     first = at % len(contestants)
                     for each in contestants[first:] + contestants[:first]:
                         before = each.moved()
-                        whole, prefill = await each.first_token(client, text)
-                        _note(ttft, turn, kind, each.name, whole)
-                        _note(legs, turn, kind, each.name, whole - prefill)
-                        _note(moved, turn, kind, each.name, await _grown(each, before))
-                    _note(ttft, turn, kind, AGAIN, (await contestants[0].first_token(client, text))[0])
+                        answer = await each.complete(client, text)
+                        _note(found.first, turn, kind, each.name, answer.ttft)
+                        _note(found.second, turn, kind, each.name, answer.second)
+                        _note(found.moved, turn, kind, each.name, await _grown(each, before))
+                    _note(found.first, turn, kind, AGAIN, (await contestants[0].complete(client, text)).ttft)
             sys.stderr.write(f"\rround {turn} of {rounds}")
         sys.stderr.write("\n")
     finally:
         await client.close()
-    return ttft, legs, moved
+    return found
 
 
 def _note(samples: Samples, turn: int, kind: str, name: str, value: float) -> None:
@@ -171,16 +198,20 @@ async def _grown(contestant: Contestant, before: tuple[float, float]) -> float:
     return 0.0
 
 
-def _report(ttft: Samples, legs: Samples, moved: Samples, names: Iterable[str]) -> None:
+def _report(found: Results, names: Iterable[str]) -> None:
     for kind, what in KINDS.items():
-        alone = ttft[kind, SINGLE]
+        alone = found.first[kind, SINGLE]
         print(f"TTFT, {what}: single {_shown(alone)} ms, n={len(alone)}")
-        print(f"  {AGAIN}: {_shown(ttft[kind, AGAIN])} ms")
+        print(f"  {AGAIN}: {_shown(found.first[kind, AGAIN])} ms")
         for name in names:
-            added = [a - b for a, b in zip(ttft[kind, name], alone, strict=True)]
-            print(f"  {name} adds {_shown(added)} ms; moving KV {_shown(moved[kind, name])} ms")
-            if name != PUSH:  # whose legs run at the same time
-                print(f"  {name}, decode leg: {_shown(legs[kind, name])} ms")
+            first, second = (_added(each, kind, name) for each in (found.first, found.second))
+            moved = _shown(found.moved[kind, name])
+            print(f"  {name} adds {_shown(first)} ms, to the second token {_shown(second)} ms; moving KV {moved} ms")
+
+
+def _added(samples: Samples, kind: str, name: str) -> list[float]:
+    """What the same prompts took longer than with a single engine."""
+    return [a - b for a, b in zip(samples[kind, name], samples[kind, SINGLE], strict=True)]
 
 
 def _shown(seconds: list[float]) -> str:

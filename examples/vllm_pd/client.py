@@ -25,6 +25,8 @@ class Answer:
     text: str
     ttft: float
     """Seconds from the request to the first token."""
+    second: float
+    """The same to the second token, 0 if there is none."""
     seconds: float
     prefill_seconds: float = 0.0
 
@@ -90,7 +92,7 @@ class Client:
         return answer["kv_transfer_params"]["llm_datadist"]
 
     async def _collect(self, url: str, body: dict[str, Any], begin: float, between: float) -> Answer:
-        ttft = 0.0
+        ttft = second = 0.0
         tokens: list[int] = []
         text = ""
         async for event in self.stream(url, body):
@@ -101,4 +103,6 @@ class Client:
                     ttft = time.perf_counter() - begin
                 tokens += choice.get("token_ids") or []
                 text += choice["text"]
-        return Answer(tokens, text, ttft, time.perf_counter() - begin, between - begin)
+                if not second and len(tokens) > 1:
+                    second = time.perf_counter() - begin
+        return Answer(tokens, text, ttft, second, time.perf_counter() - begin, between - begin)

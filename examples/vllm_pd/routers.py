@@ -1,4 +1,4 @@
-"""Routers in front of the engines: vllm-router for pulls, ``llm-datadist route`` for pushes."""
+"""Routers in front of the engines: vllm-router for pulls, ``llm-datadist route`` for pulls and pushes."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def vllm_router(prefills: Sequence[str], decodes: Sequence[str], logs: Path) -> 
     return Router(command, port, logs / "router.log")
 
 
-def push_router(prefills: Sequence[str], decodes: Sequence[str], logs: Path) -> Router:
-    """Ours, which has both engines work at once."""
+def our_router(prefills: Sequence[str], decodes: Sequence[str], logs: Path, mode: str) -> Router:
+    """Ours, which has both engines work at once, or the client have the prefill engine's first token."""
     port = free_port()
-    command = [_program("llm-datadist"), "route", "--port", str(port)]
+    command = [_program("llm-datadist"), "route", "--mode", mode, "--port", str(port)]
     for url in prefills:
         command += ["--prefill", url]
     for url in decodes:

@@ -16,6 +16,7 @@ from llm_datadist.cli.doctor import command as doctor_command
 from llm_datadist.cli.models import BLOCK_TOKENS, ModelName
 from llm_datadist.cli.ping import command as ping_command
 from llm_datadist.cli.plan import PathName, Plan
+from llm_datadist.cli.route.modes import Mode
 from llm_datadist.cli.soak import command as soak_command
 from llm_datadist.native.build import main as native_main
 
@@ -181,11 +182,13 @@ def route(
     decode: Annotated[list[str], typer.Option(metavar="URL", help="A vLLM that decodes; give it once for each.")],
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    mode: Annotated[Mode, typer.Option(help="That of the engines' LLMDataDistConnector.")] = Mode.PUSH,
     timeout: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds for each request to an engine.")] = 600.0,
 ) -> None:
-    """Serve vLLM's API, with prefill and decode on two engines at once: for layer-wise push.
+    """Serve vLLM's API in front of engines that prefill and engines that decode.
 
-    Both run LLMDataDistConnector in push mode. Needs the extra route. Prints the address it listens on; Ctrl-C ends it.
+    push: both engines of a request work at once. pull: one after the other, and the prefill engine's first token goes
+    straight to the client. Needs the extra route. Prints the address it listens on; Ctrl-C ends it.
     Exit code 0: SIGTERM has ended it; 1: it cannot listen; 2: wrong usage; 130: interrupted.
     """
     from llm_datadist.cli.route import command  # noqa: PLC0415 - it needs the extra route
@@ -194,7 +197,7 @@ def route(
         prefill, decode = ([command.parse_url(url) for url in urls] for urls in (prefill, decode))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    setup = command.Setup(prefill, decode, host, port, timeout)
+    setup = command.Setup(prefill, decode, host, port, mode, timeout)
     raise typer.Exit(_interruptible("route", lambda: command.run(setup)))
 
 

@@ -12,6 +12,9 @@ import typer
 from aiohttp import web
 
 from llm_datadist.cli.route.engines import Engine, Pool, Role, cause_of, open_session
+from llm_datadist.cli.route.modes import Mode
+from llm_datadist.cli.route.pull import PullLegs
+from llm_datadist.cli.route.push import PushLegs
 from llm_datadist.cli.route.router import Router
 from llm_datadist.cli.route.server import application
 from llm_datadist.cli.show import print_problem
@@ -31,6 +34,7 @@ class Setup:
     decode: Sequence[str]
     host: str
     port: int
+    mode: Mode
     timeout_s: float
 
 
@@ -81,6 +85,7 @@ async def _serve(setup: Setup) -> signal.Signals | None:
         router = Router(
             Pool([Engine(Role.PREFILL, url, session) for url in dict.fromkeys(setup.prefill)]),
             Pool([Engine(Role.DECODE, url, session) for url in dict.fromkeys(setup.decode)]),
+            PullLegs() if setup.mode is Mode.PULL else PushLegs(),
         )
         # A client that goes away cancels its handler, and with it both legs.
         runner = web.AppRunner(

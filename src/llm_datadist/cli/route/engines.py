@@ -20,6 +20,8 @@ from llm_datadist.cli.route.messages import (
     end_to_end,
     error_message,
     first_model,
+    is_leased,
+    longest_context,
 )
 from llm_datadist.utils import log
 
@@ -95,8 +97,11 @@ class Engine:
         self.url: str = url
         self.in_flight: int = 0
         """Legs that run."""
+        self.first_tokens: int = 0
+        """How many it has computed that were clients' first ones."""
         self._session = session
         self._refusals, self._rests_until = 0, 0.0
+        self._context: int | None = None
         self._description: bytes | None = None
         self._describing = asyncio.Lock()
         self._no_description: EngineError | None = None
@@ -188,6 +193,19 @@ class Engine:
             return f"does not answer within {_HEALTH_S:g} s"
         return None
 
+    async def context(self, headers: CIMultiDict[str]) -> int | None:
+        """How many tokens it takes for one request, asked for once; None if it does not tell.
+
+        Raises:
+            EngineError: it fails.
+            RefusedError: it does not let the client in.
+        """
+        if self._context is None:
+            headers = headers.copy()
+            headers[REQUEST_ID] += "-models"
+            self._context = longest_context((await self.fetch("GET", "/v1/models", headers)).body)
+        return self._context
+
     async def describe(self, headers: CIMultiDict[str]) -> bytes:
         """What D must know of this P, asked for once; ``headers`` are those of the client.
 
@@ -234,8 +252,8 @@ class Engine:
         self._description = description
 
     def forget(self) -> None:
-        """Ask for the description again before it is used."""
-        self._description = None
+        """Ask again what it is, before that is used."""
+        self._description = self._context = None
 
     def _description_in(self, answer: Answer) -> bytes:
         description = description_in(answer.body)
@@ -243,6 +261,11 @@ class Engine:
             reason = (
                 "does not run LLMDataDistConnector in push mode: its answer has no"
                 ' kv_transfer_params["llm_datadist"]; see its --kv-transfer-config'
+            )
+            raise EngineError(self, reason, HTTPStatus.BAD_GATEWAY)
+        if is_leased(description):
+            reason = (
+                'runs LLMDataDistConnector in pull mode: start it with "mode": "push", or the router with --mode pull'
             )
             raise EngineError(self, reason, HTTPStatus.BAD_GATEWAY)
         return description

@@ -46,15 +46,20 @@ def parse_fields(body: bytes) -> Fields:
         raise ValueError(message) from None
 
 
-def prefill_body(fields: Fields, transfer_id: str, *, chat: bool) -> bytes:
-    """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id."""
+def prefill_body(
+    fields: Fields, transfer_id: str | None = None, *, chat: bool, return_token_ids: bool = False
+) -> bytes:
+    """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept."""
     leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     leg |= {"stream": _FALSE, "max_tokens": _ONE}
     if chat or "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = _ONE
     if "n" in leg:
         leg["n"] = _ONE
-    leg["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    if return_token_ids:
+        leg["return_token_ids"] = True
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    leg["kv_transfer_params"] = {**params, "transfer_id": transfer_id} if transfer_id else params
     return msgspec.json.encode(leg)
 
 
@@ -69,28 +74,55 @@ def decode_body(fields: Fields, transfer_id: str, description: bytes) -> bytes:
     return msgspec.json.encode({**fields, "kv_transfer_params": params})
 
 
+def pull_body(fields: Fields, params: bytes | None) -> bytes:
+    """What D gets where it pulls: the client's request, and P's ``kv_transfer_params`` as they are, if any."""
+    own = {name: value for name, value in fields.items() if name != "kv_transfer_params"}
+    return msgspec.json.encode({**own, "kv_transfer_params": msgspec.Raw(params)} if params else own)
+
+
 def describe_body(model: str) -> bytes:
     """The one-token request whose answer has P's description."""
     params = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
     return msgspec.json.encode({"model": model, "prompt": [1], "max_tokens": 1, "kv_transfer_params": params})
 
 
+class _Model(msgspec.Struct):
+    id: str | None = None
+    max_model_len: int | None = None
+
+
 class _Models(msgspec.Struct):
-    data: list[dict[str, Any]]
+    data: list[_Model]
+
+
+def _models(answer: bytes) -> list[_Model]:
+    try:
+        return msgspec.json.decode(answer, type=_Models).data
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
 
 
 def first_model(answer: bytes) -> str | None:
     """The first id of ``/v1/models``, None if it has none."""
-    try:
-        models = msgspec.json.decode(answer, type=_Models).data
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    model = models[0].get("id") if models else None
-    return model if isinstance(model, str) else None
+    models = _models(answer)
+    return models[0].id if models else None
+
+
+def longest_context(answer: bytes) -> int | None:
+    """How many tokens ``/v1/models`` allows, None if it does not tell."""
+    return max((model.max_model_len for model in _models(answer) if model.max_model_len), default=None)
 
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+
+class _PullAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Description(msgspec.Struct):
+    lease: dict[str, msgspec.Raw] | None = None
 
 
 def description_in(answer: bytes) -> bytes | None:
@@ -101,6 +133,23 @@ def description_in(answer: bytes) -> bytes | None:
         return None
     description = bytes(params.get("llm_datadist", b""))
     return description if description.startswith(b"{") else None
+
+
+def is_leased(description: bytes) -> bool:
+    """Whether a description offers KV to be pulled."""
+    try:
+        return msgspec.json.decode(description, type=_Description).lease is not None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def params_in(answer: bytes) -> bytes | None:
+    """The ``kv_transfer_params`` in an answer of P, as they are; None if it has none."""
+    try:
+        params = bytes(msgspec.json.decode(answer, type=_PullAnswer).kv_transfer_params)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return params if params.startswith(b"{") else None
 
 
 def error_body(status: int, message: str) -> bytes:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
+from llm_datadist.cli.route.calls import Outcome, error_response, whole_response
 from llm_datadist.cli.route.engines import Engine, EngineError, RefusedError
 from llm_datadist.cli.route.messages import request_headers
-from llm_datadist.cli.route.router import CHAT, COMPLETIONS, Outcome, error_response, whole_response
+from llm_datadist.cli.route.router import CHAT, COMPLETIONS
 from llm_datadist.observe.metrics import PREFIX
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class _Operators:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Counters in Prometheus' text format."""
-        engines = (*self._router.prefill.engines, *self._router.decode.engines)
+        prefill = self._router.prefill.engines
+        engines = (*prefill, *self._router.decode.engines)
         labels = [f'role="{engine.role.value}",engine="{engine.url}"' for engine in engines]
         legs = [engine.in_flight for engine in engines]
         reachable = [int(not engine.refuses) for engine in engines]
@@ -93,6 +95,7 @@ class _Operators:
             *_family("requests_total", "counter", outcomes, requests),
             *_family("legs_in_flight", "gauge", labels, legs),
             *_family("engine_reachable", "gauge", labels, reachable),
+            *_family("first_tokens_total", "counter", labels[: len(prefill)], [each.first_tokens for each in prefill]),
         ]
         return web.Response(text="".join(lines), headers={"Content-Type": _EXPOSITION})
 

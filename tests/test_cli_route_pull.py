@@ -1,0 +1,425 @@
+"""The command ``route`` in pull mode: one leg after the other, and P's first token for the client.
+
+The engines are stand-ins, as in ``test_cli_route``; ``route_model`` is what a single vLLM would answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli_kit import line_with
+from llm_datadist.cli.route.first_token import FirstToken, first_token, wishes
+from route_kit import CONNECTOR, PROMPT, WAIT_S, routing
+from route_model import LEASE, PROMPT_IDS, decoded, decodes, encoded, events, prefills, whole
+from until import until
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from route_kit import Engine, Engines, Leg, Route
+
+ASKED = {**PROMPT, "max_tokens": 4}
+STREAM = {**ASKED, "stream": True}
+BEHIND = [*PROMPT_IDS, 21]
+"""The prompt, and the first token behind it."""
+TAKE = {"remote": "p", "llm_datadist": {"engine": "p", "tokens": 3, "blocks": [[1, 2]], "lease": LEASE}}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+
+@contextlib.contextmanager
+def pulling(engines: Engines, *, decode_count: int = 1) -> Generator[tuple[Route, Engine, list[Engine]], None, None]:
+    """A router in front of one P and some D."""
+    prefill, several = engines.prefill(), [engines.decode() for _ in range(decode_count)]
+    prefills(prefill)
+    for each in several:
+        decodes(each)
+    with routing([prefill], several, "--mode", "pull") as route:
+        yield route, prefill, several
+
+
+def next_leg(engine: Engine) -> Leg:
+    return engine.legs.get(timeout=WAIT_S)
+
+
+# ---------------------------------------------------------------- P's first token
+
+
+def test_the_first_token_comes_before_d_answers(engines: Engines) -> None:
+    """And D is asked only when the client can have it."""
+    with pulling(engines) as (route, _, [decode]):
+        seen, answer = engines.gate(), decode.behave
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            await seen.passed()
+            return await answer(leg)
+
+        decode.behave = behave
+        with contextlib.closing(route.begin(STREAM)) as client:
+            response = client.getresponse()
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            first = json.loads(response.readline().removeprefix(b"data: "))
+            assert first["choices"][0]["text"] == " one"
+            seen.open()
+            assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"return_token_ids": True},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True},
+        {"prompt": PROMPT_IDS, "stop": ["fish", "bone"], "min_tokens": 2, "n": 1, "echo": False, "logprobs": None},
+        {"max_tokens": 2, "presence_penalty": 0.0, "best_of": 1, "response_format": {"type": "text"}, "suffix": ""},
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_answers_are_those_of_a_single_engine(engines: Engines, more: dict[str, Any], stream: bool) -> None:
+    body = {**ASKED, **more, "stream": stream}
+    if not stream:
+        body.pop("stream_options", None)
+    with pulling(engines) as (route, prefill, [decode]):
+        reply = route.post(body)
+        assert route.metric("first_tokens_total") == {f'role="prefill",engine="{prefill.url}"': 1}
+    if stream:
+        assert decoded(reply.body) == events(body, created=5)
+    else:
+        assert reply.json == whole(body, created=9)
+    assert next_leg(prefill).body["return_token_ids"] is True
+    left = {"max_tokens": body["max_tokens"] - 1}
+    left |= {"min_tokens": 1} if "min_tokens" in body else {}
+    assert next_leg(decode).body == {**body, **left, "prompt": BEHIND, "kv_transfer_params": TAKE}
+
+
+def test_tokens_when_none_are_asked_for(engines: Engines) -> None:
+    """The 16 that vLLM takes are one less for D."""
+    with pulling(engines) as (route, _, [decode]):
+        route.post({"model": "m", "prompt": "long ago"})
+    assert next_leg(decode).body["max_tokens"] == 15
+
+
+def test_other_values_are_passed_on_byte_for_byte(engines: Engines) -> None:
+    odd = b'{"model": "m", "prompt": "a", "max_tokens": 3, "temperature": 1.10e0, "user": "\\ud83d\\ude00"}'
+    raw: list[bytes] = []
+    with pulling(engines) as (route, prefill, [decode]):
+        for engine in (prefill, decode):
+
+            async def behave(leg: Leg, answer: Any = engine.behave) -> web.StreamResponse:
+                raw.append(await leg.request.read())
+                response: web.StreamResponse = await answer(leg)
+                return response
+
+            engine.behave = behave
+        assert route.post(odd).status == 200
+    for leg in raw:
+        assert b"1.10e0" in leg
+        assert b'"\\ud83d\\ude00"' in leg
+
+
+# ---------------------------------------------------------------- D's first token
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_tokens": 1},
+        {"max_tokens": 0},
+        {"max_tokens": "4"},
+        {"max_tokens": 62},
+        {"min_tokens": 5},
+        {"n": 2},
+        {"n": 0},
+        {"logprobs": 0},
+        {"echo": True},
+        {"seed": 0},
+        {"stop": " one"},
+        {"stop": ["fish", "e two"]},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"truncate_prompt_tokens": 0},
+        {"spaces_between_special_tokens": False},
+        {"stream_options": {"include_usage": 3}},
+        {"unheard_of": 1},
+    ],
+)
+def test_requests_whose_first_token_is_d_s(engines: Engines, more: dict[str, Any]) -> None:
+    """D gets what the client has sent."""
+    with pulling(engines) as (route, _, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            return await decode.answer(leg)
+
+        decode.behave = behave
+        assert route.post({**STREAM, **more}).status == 200
+        assert next_leg(decode).body == {**STREAM, **more, "kv_transfer_params": TAKE}
+        assert set(route.metric("first_tokens_total").values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"finish_reason": "stop"},
+        {"text": ""},
+        {"text": "\N{REPLACEMENT CHARACTER}"},
+        {"token_ids": []},
+        {"token_ids": [21, 22]},
+        {"prompt_token_ids": None},
+        {"tokens": 2},
+    ],
+)
+def test_answers_of_p_whose_token_is_not_used(engines: Engines, answer: dict[str, Any]) -> None:
+    """It may end the answer, is half a character, or its KV is that of fewer tokens, as with a sliding window."""
+    with pulling(engines) as (route, prefill, [decode]):
+        prefills(prefill, **answer)
+        assert decoded(route.post(STREAM).body) == events(STREAM, created=9)
+        assert next_leg(decode).body["prompt"] == PROMPT["prompt"]
+
+
+def test_chats(engines: Engines) -> None:
+    """D gets the chat, and P's parameters as they are."""
+    with pulling(engines) as (route, prefill, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            return await decode.answer(leg)
+
+        async def chat(leg: Leg) -> web.StreamResponse:
+            leg.body["prompt"] = PROMPT_IDS
+            return await answer(leg)
+
+        answer, prefill.behave, decode.behave = prefill.behave, chat, behave
+        assert route.post(CHAT, "/v1/chat/completions").status == 200
+        assert "return_token_ids" not in next_leg(prefill).body
+        assert next_leg(decode).body == {**CHAT, "kv_transfer_params": TAKE}
+
+
+def test_p_hands_over_nothing(engines: Engines) -> None:
+    """D computes the prompt: it is not told of any KV."""
+    with pulling(engines) as (route, prefill, [decode]):
+        prefill.behave = prefill.answer
+        prefill.description = None
+        assert decoded(route.post({**STREAM, "kv_transfer_params": {"a": 1}}).body) == events(STREAM, created=9)
+        assert next_leg(decode).body == STREAM
+
+
+def test_several_prompts(engines: Engines) -> None:
+    with pulling(engines) as (route, prefill, [decode]):
+        answer = prefill.behave
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            leg.body["prompt"] = PROMPT_IDS
+            found = await answer(leg)
+            text = json.loads(found.text)  # type: ignore[attr-defined]
+            text["choices"] *= 2
+            found.text = json.dumps(text)  # type: ignore[attr-defined]
+            return found
+
+        async def whatever(leg: Leg) -> web.StreamResponse:
+            return await decode.answer(leg)
+
+        prefill.behave, decode.behave = behave, whatever
+        assert route.post({**STREAM, "prompt": ["a", "b"]}).status == 200
+        assert next_leg(decode).body["prompt"] == ["a", "b"]
+
+
+def test_the_reason_is_logged(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_GLOBAL_LOG_LEVEL", "1")
+    with pulling(engines) as (route, _, _):
+        route.post({**STREAM, "seed": 7}, headers={"X-Request-Id": "mine"})
+        assert route.process
+        line = line_with(route.process, "[INFO] LLM_DATADIST")
+    assert "request mine: the first token is the decode engine's: it has seed" in line
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_d_fails_behind_the_first_token_and_another_does_not(engines: Engines, stream: bool) -> None:
+    """The client sees nothing of it; P gets the rest as a new request, because its KV may have been read."""
+    body = {**ASKED, "stream": stream, "return_token_ids": True}
+    with pulling(engines, decode_count=2) as (route, prefill, several):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            leg.reset()
+            raise ConnectionResetError
+
+        several[0].behave = behave
+        reply = route.post(body)
+    if stream:
+        assert decoded(reply.body) == events(body, created=5)
+    else:
+        assert reply.json == whole(body, created=9)
+    next_leg(prefill)
+    assert next_leg(prefill).body["prompt"] == BEHIND
+    taken = {**TAKE, "llm_datadist": {**TAKE["llm_datadist"], "tokens": 4}}  # type: ignore[dict-item]
+    assert next_leg(several[1]).body == {**body, "max_tokens": 3, "prompt": BEHIND, "kv_transfer_params": taken}
+
+
+def broken_off(response: http.client.HTTPResponse, *before: str) -> dict[str, Any]:
+    """The error at the end of a stream without an end; ``before`` are the words that came."""
+    with pytest.raises(http.client.IncompleteRead) as broken:
+        response.read()
+    *parts, last, rest = broken.value.partial.split(b"\n\n")
+    assert rest == b""
+    assert tuple(json.loads(part.removeprefix(b"data: "))["choices"][0]["text"] for part in parts) == before
+    error: dict[str, Any] = json.loads(last.removeprefix(b"data: "))["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(0, "has broken off: "), (500, "answers HTTP 500"), (400, "answers HTTP 400")]
+)
+def test_d_fails_behind_the_first_token(engines: Engines, status: int, reason: str) -> None:
+    """The client has that token, an event that says why there is no more, and no end."""
+    with pulling(engines) as (route, _, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            if status:
+                return web.Response(status=status)
+            leg.reset()
+            raise ConnectionResetError
+
+        decode.behave = behave
+        with contextlib.closing(route.begin(STREAM)) as client:
+            error = broken_off(client.getresponse(), " one")
+        assert error["message"].startswith(f"decode engine {decode.url} {reason}")
+        assert error["code"] == 502
+        assert route.metric("requests_total")['outcome="failed"'] == 1
+
+
+def test_d_breaks_off_in_the_middle(engines: Engines) -> None:
+    with pulling(engines) as (route, _, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            response = await leg.stream()
+            await response.write(encoded(events(leg.body)[:1])[:-20])
+            leg.reset()
+            raise ConnectionResetError
+
+        decode.behave = behave
+        with contextlib.closing(route.begin(STREAM)) as client:
+            error = broken_off(client.getresponse(), " one")
+        assert error["message"].startswith(f"decode engine {decode.url} has broken off")
+
+
+def test_p_refuses_the_rest(engines: Engines) -> None:
+    """It is too late to pass its refusal on as such."""
+    with pulling(engines, decode_count=2) as (route, prefill, several):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            prefill.refusal = (400, '{"error": {"message": "no more"}}')
+            leg.reset()
+            raise ConnectionResetError
+
+        several[0].behave = behave
+        with contextlib.closing(route.begin(STREAM)) as client:
+            error = broken_off(client.getresponse(), " one")
+    assert error["message"] == f"prefill engine {prefill.url} answers HTTP 400: no more"
+
+
+def test_p_fails_and_another_does_not(engines: Engines) -> None:
+    lost, decode = engines.prefill(), engines.decode()
+    good = engines.prefill()
+    lost.refusal = (500, "out of order")
+    prefills(good)
+    decodes(decode)
+    with routing([lost, good], [decode], "--mode", "pull") as route:
+        assert decoded(route.post(STREAM).body) == events(STREAM, created=5)
+
+
+def test_refusals_are_passed_on(engines: Engines) -> None:
+    """P's before anything else, D's where nothing has come yet."""
+    with pulling(engines) as (route, prefill, [decode]):
+        decode.refusal = (401, '{"who": "are you"}')
+        assert [route.post(each).status for each in (ASKED, {**ASKED, "seed": 1})] == [401, 401]
+        decode.refusal, prefill.refusal = None, (404, '{"no": "such model"}')
+        reply = route.post(STREAM)
+        assert (reply.status, reply.json) == (404, {"no": "such model"})
+
+
+def test_client_goes_behind_the_first_token(engines: Engines) -> None:
+    with pulling(engines) as (route, _, [decode]):
+        decode.behave = decode.hold
+        client = route.begin(STREAM)
+        response = client.getresponse()
+        assert response.readline().startswith(b"data: ")
+        response.close()
+        client.close()
+        decode.gone.get(timeout=WAIT_S)
+        until(lambda: route.metric("requests_total")['outcome="cancelled"'] == 1)
+        assert set(route.metric("legs_in_flight").values()) == {0}
+
+
+def test_engines_in_the_other_mode(engines: Engines) -> None:
+    """Each router says what is wrong, and does not wait for KV that never comes."""
+    with pulling(engines) as (route, prefill, [decode]):
+        prefill.description, prefill.behave = CONNECTOR, prefill.answer
+        assert "runs LLMDataDistConnector in push mode: start it with" in route.post(STREAM).error
+    prefill.description = {**CONNECTOR, "lease": LEASE}
+    decode.behave = decode.hold
+    with routing([prefill], [decode]) as route:
+        assert "runs LLMDataDistConnector in pull mode: start it with" in route.post(STREAM).error
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def handed(body: dict[str, Any], **choice: Any) -> FirstToken | str:
+    """What becomes of P's answer to a completion."""
+    raw = json.dumps(body).encode()
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    wanted = wishes(raw, fields)
+    if isinstance(wanted, str):
+        return wanted
+    answer = whole({**body, "max_tokens": 1, "return_token_ids": True}, created=5, **choice)
+    description = {"tokens": len(PROMPT_IDS), "lease": LEASE}
+    answer["kv_transfer_params"] = {"llm_datadist": description}
+    return first_token(fields, wanted, json.dumps(answer).encode(), 64)
+
+
+@given(cuts=st.lists(st.integers(0, 2000), max_size=8))
+def test_streams_may_come_in_any_parts(cuts: list[int]) -> None:
+    body = {**STREAM, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    first = handed(body)
+    assert isinstance(first, FirstToken)
+    stream = encoded(events({**body, "prompt": BEHIND, "max_tokens": 3}, created=9))
+    rest, found, begin = first.rest(), first.event(), 0
+    for end in [*sorted(cuts), len(stream)]:
+        found += rest.feed(stream[begin:end])
+        begin = max(begin, end)
+    assert decoded(found + rest.end()) == events(body, created=5)
+
+
+@given(text=st.text("ab", min_size=1, max_size=6), more=st.text("ab", max_size=6), stop=st.text("ab", min_size=1))
+def test_no_text_that_ends_the_answer_is_missed(text: str, more: str, stop: str) -> None:
+    """If it begins within the first token, D alone must see it."""
+    if -1 < (text + more).find(stop) < len(text):
+        assert isinstance(handed({**STREAM, "stop": stop}, text=text), str)
+
+
+@pytest.mark.parametrize("event", [b": still here", b"data: {", b'data: {"error": {"message": "lost"}}', b"data: [1]"])
+def test_events_without_tokens_are_passed_on(event: bytes) -> None:
+    first = handed(STREAM)
+    assert isinstance(first, FirstToken)
+    assert first.rest().feed(event + b"\n\n") == event + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"choices": []}', b'{"choices": [{}]}', b'{"error": 1}', b'{"\xff": 1}']
+)
+def test_whole_answers_without_tokens_are_passed_on(body: bytes) -> None:
+    first = handed(STREAM)
+    assert isinstance(first, FirstToken)
+    assert first.before(body) == body

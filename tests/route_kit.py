@@ -83,8 +83,10 @@ class Engine:
         self.gone: queue.Queue[Leg] = queue.Queue()
         """Those whose connection was closed before they were answered."""
         self.behave: Callable[[Leg], Awaitable[web.StreamResponse]] = self.answer
-        self.context = 64
-        """Its ``--max-model-len``."""
+        models = [{"id": "first-model", "max_model_len": 64}, {"id": "lora", "max_model_len": None}]
+        self.models: tuple[int, dict[str, Any]] = (200, {"object": "list", "data": models})
+        """Status and content of its ``/v1/models``."""
+        self.asked_for_models = 0
         self.refusal: tuple[int, str] | None = None
         """Status and body of the answer to whatever is asked."""
         self.host, self.port = "127.0.0.1", 0
@@ -149,7 +151,10 @@ class Engine:
         return web.Response(status=status, text=text)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError):
+            body = {}  # the test looks at the bytes
         leg = Leg(request, body)
         if body.get("kv_transfer_params", {}).get("describe"):
             assert body["max_tokens"] == 1
@@ -164,8 +169,9 @@ class Engine:
             raise
 
     async def _models(self, request: web.Request) -> web.Response:
-        models = [{"id": "first-model", "max_model_len": self.context}, {"id": "lora", "max_model_len": None}]
-        return web.json_response({"object": "list", "data": models})
+        self.asked_for_models += 1
+        status, content = self.models
+        return web.json_response(content, status=status)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -80,7 +80,7 @@ def test_the_first_token_comes_before_d_answers(engines: Engines) -> None:
         {"stream_options": {"include_usage": True}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True},
         {"prompt": PROMPT_IDS, "stop": ["fish", "bone"], "min_tokens": 2, "n": 1, "echo": False, "logprobs": None},
-        {"max_tokens": 2, "presence_penalty": 0.0, "best_of": 1, "response_format": {"type": "text"}, "suffix": ""},
+        {"max_tokens": 2, "presence_penalty": 0.0, "best_of": 1, "response_format": {"type": "text"}, "seed": None},
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -95,7 +95,9 @@ def test_answers_are_those_of_a_single_engine(engines: Engines, more: dict[str, 
         assert decoded(reply.body) == events(body, created=5)
     else:
         assert reply.json == whole(body, created=9)
-    assert next_leg(prefill).body["return_token_ids"] is True
+    first = next_leg(prefill).body
+    assert first["return_token_ids"] is True
+    assert first.get("min_tokens") == (1 if "min_tokens" in body else None)
     left = {"max_tokens": body["max_tokens"] - 1}
     left |= {"min_tokens": 1} if "min_tokens" in body else {}
     assert next_leg(decode).body == {**body, **left, "prompt": BEHIND, "kv_transfer_params": TAKE}
@@ -137,9 +139,14 @@ def test_other_values_are_passed_on_byte_for_byte(engines: Engines) -> None:
         {"max_tokens": "4"},
         {"max_tokens": 62},
         {"min_tokens": 5},
+        {"min_tokens": None},
         {"n": 2},
         {"n": 0},
+        {"n": None},
+        {"use_beam_search": None},
         {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"suffix": ""},
         {"echo": True},
         {"seed": 0},
         {"stop": " one"},
@@ -185,6 +192,29 @@ def test_answers_of_p_whose_token_is_not_used(engines: Engines, answer: dict[str
         prefills(prefill, **answer)
         assert decoded(route.post(STREAM).body) == events(STREAM, created=9)
         assert next_leg(decode).body["prompt"] == PROMPT["prompt"]
+
+
+@pytest.mark.parametrize("more", [b'"foo": "\xff"', b'"stop": "\xff"', b'"presence_penalty": 1e999'])
+def test_what_cannot_be_read_is_left_to_the_engines(engines: Engines, more: bytes) -> None:
+    with pulling(engines) as (route, prefill, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            return web.json_response({"read": len(await leg.request.read())})
+
+        prefill.behave = decode.behave = behave
+        reply = route.post(b'{"prompt": "a", ' + more + b"}")
+        assert reply.status == 200
+        assert reply.json["read"] > len(more)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_d_that_does_not_tell_how_many_tokens_it_takes(engines: Engines, status: int) -> None:
+    """It is asked once."""
+    with pulling(engines) as (route, _, [decode]):
+        decode.models = status, {"data": [{"id": "m"}]}
+        for _ in range(2):
+            assert decoded(route.post(STREAM).body) == events(STREAM, created=9)
+        assert decode.asked_for_models == 1
 
 
 def test_chats(engines: Engines) -> None:
@@ -279,7 +309,8 @@ def broken_off(response: http.client.HTTPResponse, *before: str) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("status", "reason"), [(0, "has broken off: "), (500, "answers HTTP 500"), (400, "answers HTTP 400")]
+    ("status", "reason"),
+    [(0, "has broken off: "), (500, "answers HTTP 500: no more"), (400, "answers HTTP 400: no more")],
 )
 def test_d_fails_behind_the_first_token(engines: Engines, status: int, reason: str) -> None:
     """The client has that token, an event that says why there is no more, and no end."""
@@ -287,7 +318,7 @@ def test_d_fails_behind_the_first_token(engines: Engines, status: int, reason: s
 
         async def behave(leg: Leg) -> web.StreamResponse:
             if status:
-                return web.Response(status=status)
+                return web.json_response({"error": {"message": "no more"}}, status=status)
             leg.reset()
             raise ConnectionResetError
 
@@ -349,12 +380,38 @@ def test_refusals_are_passed_on(engines: Engines) -> None:
         assert (reply.status, reply.json) == (404, {"no": "such model"})
 
 
+def test_a_refusal_of_d_behind_the_first_token(engines: Engines) -> None:
+    """Of an answer that is no stream the client has nothing yet, so it gets the refusal."""
+    with pulling(engines) as (route, _, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            return web.json_response({"no": "thanks"}, status=422)
+
+        decode.behave = behave
+        reply = route.post(ASKED)
+        assert (reply.status, reply.json) == (422, {"no": "thanks"})
+
+
+def test_timeout_behind_the_first_token(engines: Engines) -> None:
+    prefill, several = engines.prefill(), [engines.decode() for _ in range(2)]
+    prefills(prefill)
+    for each in several:
+        each.behave = each.hold
+    with (
+        routing([prefill], several, "--mode", "pull", "--timeout", "0.5") as route,
+        contextlib.closing(route.begin(STREAM)) as client,
+    ):
+        error = broken_off(client.getresponse(), " one")
+    assert (error["code"], error["message"][-11:]) == (504, "(--timeout)")
+
+
 def test_client_goes_behind_the_first_token(engines: Engines) -> None:
     with pulling(engines) as (route, _, [decode]):
         decode.behave = decode.hold
         client = route.begin(STREAM)
         response = client.getresponse()
         assert response.readline().startswith(b"data: ")
+        next_leg(decode)
         response.close()
         client.close()
         decode.gone.get(timeout=WAIT_S)
@@ -363,11 +420,11 @@ def test_client_goes_behind_the_first_token(engines: Engines) -> None:
 
 
 def test_engines_in_the_other_mode(engines: Engines) -> None:
-    """Each router says what is wrong, and does not wait for KV that never comes."""
+    """Each router says what is wrong, and does not wait for KV that never comes. Only legs of P have a lease."""
     with pulling(engines) as (route, prefill, [decode]):
         prefill.description, prefill.behave = CONNECTOR, prefill.answer
         assert "runs LLMDataDistConnector in push mode: start it with" in route.post(STREAM).error
-    prefill.description = {**CONNECTOR, "lease": LEASE}
+    prefills(prefill)
     decode.behave = decode.hold
     with routing([prefill], [decode]) as route:
         assert "runs LLMDataDistConnector in pull mode: start it with" in route.post(STREAM).error
@@ -386,7 +443,11 @@ def handed(body: dict[str, Any], **choice: Any) -> FirstToken | str:
     answer = whole({**body, "max_tokens": 1, "return_token_ids": True}, created=5, **choice)
     description = {"tokens": len(PROMPT_IDS), "lease": LEASE}
     answer["kv_transfer_params"] = {"llm_datadist": description}
-    return first_token(fields, wanted, json.dumps(answer).encode(), 64)
+    return first_token(fields, wanted, json.dumps(answer).encode(), context=64)
+
+
+def test_what_is_nested_deeply_is_left_to_the_engines() -> None:
+    assert "recursion" in str(wishes(b"{}", {"foo": msgspec.Raw(b"[" * 10_000 + b"]" * 10_000)}))
 
 
 @given(cuts=st.lists(st.integers(0, 2000), max_size=8))

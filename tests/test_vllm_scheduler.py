@@ -130,6 +130,18 @@ def test_a_push_whose_prefill_never_began_is_told(monkeypatch: pytest.MonkeyPatc
     assert half.step({}, {}, 0).dropped == [("t", "the prefill ended with FINISHED_ABORTED")]
 
 
+def test_a_push_that_nobody_can_ask_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that knows only pulls gives it no id; the decode engine, and ours, see by the answer what is wrong."""
+    half = Half(monkeypatch, "push")
+    request = half.arrive("r", {"do_remote_decode": True})
+    half.allocate(request, [1, 2, 3, 4])
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    kept, answer = half.made.finished(request, ([1, 2, 3, 4],))
+    assert not kept
+    assert answer[KEY]["facts"]
+    assert "lease" not in answer[KEY]
+
+
 def test_one_request_gets_the_kv_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers know a push by its id alone, whoever pushes."""
     half = Half(monkeypatch, "push")

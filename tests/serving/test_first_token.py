@@ -27,6 +27,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3, "skip_special_tokens": False},
     {"logit_bias": {"0": 100.0}},  # the end of the text, at once
     {"logit_bias": {"0": 100.0}, "min_tokens": 3},
+    {"logit_bias": {"0": 100.0}, "min_tokens": 3, "ignore_eos": True, "skip_special_tokens": False},
     {"seed": 3, "top_p": 0.5},
 )
 
@@ -78,6 +79,7 @@ def test_answers_are_those_of_one_engine(pair: Pair, router: Router, options: di
 def test_it_is_the_prefill_engine_s(pair: Pair, router: Router) -> None:
     """Where nothing is in the way; a request that both engines may refuse is refused."""
     body = {"model": "model", "prompt": "A request", "max_tokens": 4, "stream": True, "return_token_ids": True}
+    body["temperature"] = 0
     before = counted(router)
     ask(router.url, body)
     assert counted(router) == before + 1

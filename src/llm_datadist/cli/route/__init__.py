@@ -1,1 +1,1 @@
-"""The command ``llm-datadist route``: both legs of each request at once, for layer-wise push between vLLM engines."""
+"""The command ``llm-datadist route``: vLLM's API in front of engines that prefill and engines that decode."""

@@ -149,10 +149,11 @@ class DecodeLeg:
         """Wait for the first byte of the answer's body.
 
         Raises:
-            EngineError: D has failed before.
+            EngineError: D has failed before, or refuses to go on with an answer that the client has the begin of.
         """
         self.response = await self.engine.open("POST", call.path, call.headers, body)
-        if self.response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        status = self.response.status
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or (call.reply and status != HTTPStatus.OK):
             raise self.engine.failed(await self.engine.read(self.response))
         self.first = await self.engine.next_chunk(self.response)
         return self.response

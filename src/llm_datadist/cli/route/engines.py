@@ -37,6 +37,7 @@ _HEALTH_S: Final = 5.0
 _REST_S: Final = 0.5
 """How long an engine that refused a connection is passed over; each further time twice as long."""
 _MOST_REST_S: Final = 30.0
+_NOT_LET_IN: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _AUTOMATIC: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add: those of the client are passed on instead."""
 
@@ -193,8 +194,8 @@ class Engine:
             return f"does not answer within {_HEALTH_S:g} s"
         return None
 
-    async def context(self, headers: CIMultiDict[str]) -> int | None:
-        """How many tokens it takes for one request, asked for once; None if it does not tell.
+    async def context(self, headers: CIMultiDict[str]) -> int:
+        """How many tokens it takes for one request, asked for once; 0 if it does not tell.
 
         Raises:
             EngineError: it fails.
@@ -203,7 +204,12 @@ class Engine:
         if self._context is None:
             headers = headers.copy()
             headers[REQUEST_ID] += "-models"
-            self._context = longest_context((await self.fetch("GET", "/v1/models", headers)).body)
+            try:
+                self._context = longest_context((await self.fetch("GET", "/v1/models", headers)).body)
+            except RefusedError as error:
+                if error.answer.status in _NOT_LET_IN:
+                    raise
+                self._context = 0
         return self._context
 
     async def describe(self, headers: CIMultiDict[str]) -> bytes:
@@ -235,7 +241,7 @@ class Engine:
                 raise EngineError(self, "names no model in its /v1/models", HTTPStatus.BAD_GATEWAY)
             answer = await self.fetch("POST", "/v1/completions", headers, describe_body(model))
         except RefusedError as error:
-            if error.answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            if error.answer.status in _NOT_LET_IN:
                 raise
             raise self.failed(error.answer) from error
         return self._description_in(answer)

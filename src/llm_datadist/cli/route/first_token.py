@@ -48,16 +48,23 @@ _ALIKE: Final = frozenset(
     )
 )
 """Fields that ask the same for each token, wherever the prompt ends, or that are looked after here."""
-_WITHOUT_EFFECT: Final[tuple[Any, ...]] = (None, False, 0, "", [], {})
-_DEFAULTS: Final[dict[str, Any]] = {
+_NEUTRAL: Final[dict[str, Any]] = {
+    "bad_words": [],
     "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "include_stop_str_in_output": False,
     "length_penalty": 1,
     "n": 1,
+    "presence_penalty": 0,
     "response_format": {"type": "text"},
+    "return_tokens_as_token_ids": False,
     "spaces_between_special_tokens": True,
+    "use_beam_search": False,
 }
-_NOT_NOTHING: Final = (*_DEFAULTS, "logprobs", "seed", "truncate_prompt_tokens")
-"""Fields of which false or 0 asks for something."""
+"""What other fields may say, besides null."""
+_NOT_NULL: Final = ("n", "use_beam_search")
+"""P does not get them as they are, and D refuses null."""
 _UNREADABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -70,7 +77,7 @@ class Wishes(msgspec.Struct):
     """What is read of a completion's body; all else is passed on."""
 
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    min_tokens: int = 0
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -89,23 +96,19 @@ class Wishes(msgspec.Struct):
 
 def wishes(body: bytes, fields: Fields) -> Wishes | str:
     """What a completion wants; text says why its first token has to be D's."""
-    for name, value in fields.items():
-        if name not in _ALIKE and not _has_no_effect(name, value):
-            return f"it has {name}"
     try:
+        others = {name: msgspec.json.decode(fields[name]) for name in fields.keys() - _ALIKE}
         found = msgspec.json.decode(body, type=Wishes)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the engines say what they think of it
         return str(error)
-    if not 0 <= (found.min_tokens or 0) <= found.tokens:
+    for name, value in others.items():
+        if value is None and name not in _NOT_NULL:
+            continue
+        if name not in _NEUTRAL or value != _NEUTRAL[name]:
+            return f"it has {name}"
+    if not 0 <= found.min_tokens <= found.tokens:
         return "min_tokens is out of range"
     return found if found.tokens > 1 else "it wants no more than one token"
-
-
-def _has_no_effect(name: str, value: msgspec.Raw) -> bool:
-    found = msgspec.json.decode(value)
-    if found is None or found == _DEFAULTS.get(name):
-        return True
-    return name not in _NOT_NOTHING and found in _WITHOUT_EFFECT
 
 
 class _Choice(msgspec.Struct):
@@ -207,10 +210,10 @@ class Rest:
             self._first.correct(found)
         except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):  # none with tokens
             return event + b"\n\n"
-        return _event(found | {"id": self._first.answer.id, "created": self._first.answer.created})
+        return _event(found | {"created": self._first.answer.created})
 
 
-def first_token(fields: Fields, wishes: Wishes, body: bytes, context: int | None) -> FirstToken | str:
+def first_token(fields: Fields, wishes: Wishes, body: bytes, context: int) -> FirstToken | str:
     """The first token in P's answer; text says why it has to be D's, which takes ``context`` tokens a request."""
     try:
         answer = msgspec.json.decode(body, type=_PrefillAnswer)
@@ -225,7 +228,7 @@ def first_token(fields: Fields, wishes: Wishes, body: bytes, context: int | None
         (not choice.text or _UNREADABLE in choice.text, "it is no text by itself"),
         (any(_may_begin(stop, choice.text) for stop in wishes.stops), "a text of stop may begin with it"),
         (not owned or owned.tokens != len(prompt), "the KV that is handed over is not that of the whole prompt"),
-        (len(prompt) + wishes.tokens > (context or 0), "the decode engine may not take so many tokens"),
+        (len(prompt) + wishes.tokens > context, "the decode engine may not take so many tokens"),
     )
     for obstacle, reason in obstacles:
         if obstacle:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import uuid
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from multidict import CIMultiDict, CIMultiDictProxy
 
 Fields: TypeAlias = "dict[str, msgspec.Raw]"
@@ -47,7 +50,7 @@ def parse_fields(body: bytes) -> Fields:
 
 
 def prefill_body(
-    fields: Fields, transfer_id: str | None = None, *, chat: bool, return_token_ids: bool = False
+    fields: Fields, transfer_id: str | None = None, *, chat: bool, more: Mapping[str, Any] = MappingProxyType({})
 ) -> bytes:
     """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept."""
     leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
@@ -56,8 +59,7 @@ def prefill_body(
         leg["max_completion_tokens"] = _ONE
     if "n" in leg:
         leg["n"] = _ONE
-    if return_token_ids:
-        leg["return_token_ids"] = True
+    leg |= more
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     leg["kv_transfer_params"] = {**params, "transfer_id": transfer_id} if transfer_id else params
     return msgspec.json.encode(leg)
@@ -108,9 +110,9 @@ def first_model(answer: bytes) -> str | None:
     return models[0].id if models else None
 
 
-def longest_context(answer: bytes) -> int | None:
-    """How many tokens ``/v1/models`` allows, None if it does not tell."""
-    return max((model.max_model_len for model in _models(answer) if model.max_model_len), default=None)
+def longest_context(answer: bytes) -> int:
+    """How many tokens ``/v1/models`` allows, 0 if it does not tell."""
+    return max((model.max_model_len or 0 for model in _models(answer)), default=0)
 
 
 class _PrefillAnswer(msgspec.Struct):

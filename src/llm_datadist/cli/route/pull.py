@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist.cli.route.calls import EVENTS, DecodeLeg
 from llm_datadist.cli.route.engines import EngineError
@@ -12,12 +12,12 @@ from llm_datadist.cli.route.messages import description_in, is_leased, params_in
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiohttp import web
 
     from llm_datadist.cli.route.calls import Call
     from llm_datadist.cli.route.engines import Answer
-
-_HEADERS: Final = {"Content-Type": f"{EVENTS}; charset=utf-8"}
 
 
 class PullLegs:
@@ -25,41 +25,53 @@ class PullLegs:
 
     async def attempt(self, call: Call) -> web.StreamResponse:
         """Run both; D's answer goes to the client. See :class:`~llm_datadist.cli.route.calls.Legs`."""
-        params = await self._prefill(call)
+        if call.first:  # D has failed behind it: what is left is a new request, because the KV may have been freed
+            params = _params_in(call, await _ask(call, {}))
+        else:
+            params = await _prefill(call)
         leg = DecodeLeg(call.decode)
         with call.decode.busy():
             try:
-                answer = await leg.open(call, pull_body(call.fields, params))
-                if call.reply and answer.status != HTTPStatus.OK:  # it cannot be told any more
-                    raise call.decode.failed(await call.decode.read(answer))
-                return await leg.relay(call, answer)
+                return await leg.relay(call, await leg.open(call, pull_body(call.fields, params)))
             finally:
                 leg.close()
 
     async def close(self) -> None:
         """Nothing runs beside the handlers of requests."""
 
-    async def _prefill(self, call: Call) -> bytes | None:
-        """The first leg: what P tells D, after its first token has gone to the client where that is possible."""
-        wanted = "it is a chat" if call.chat else wishes(call.body, call.fields)
-        if call.first is not None:
-            wanted = "the client has it"
-        asked = not isinstance(wanted, str)
-        context = await call.decode.context(call.headers) if asked else None
-        body = prefill_body(call.fields, chat=call.chat, return_token_ids=asked)
-        with call.prefill.busy():
-            answer = await call.prefill.fetch("POST", call.path, call.headers, body)
-        params = _params_in(call, answer)
-        found = wanted if isinstance(wanted, str) else first_token(call.fields, wanted, answer.body, context)
-        if isinstance(found, str):
-            log.info("request %s: the first token is the decode engine's: %s", call.id, found)
-            return params
-        call.first, call.fields = found, found.fields
-        call.prefill.first_tokens += 1
-        if found.wishes.stream:
-            reply = await call.begin(HTTPStatus.OK, None, _HEADERS)
-            await reply.write(found.event())
+
+async def _prefill(call: Call) -> bytes | None:
+    """The first leg: what P tells D, after its first token has gone to the client where that is possible."""
+    wanted = "it is a chat" if call.chat else wishes(call.body, call.fields)
+    if isinstance(wanted, str):
+        _tell(call, wanted)
+        return _params_in(call, await _ask(call, {}))
+    context = await call.decode.context(call.headers)
+    answer = await _ask(call, {"return_token_ids": True, **({"min_tokens": 1} if wanted.min_tokens else {})})
+    params = _params_in(call, answer)
+    found = first_token(call.fields, wanted, answer.body, context)
+    if isinstance(found, str):
+        _tell(call, found)
         return params
+    call.first, call.fields = found, found.fields
+    call.prefill.first_tokens += 1
+    if wanted.stream:
+        headers = answer.headers.copy()
+        headers.popall("Content-Length", None)
+        headers["Content-Type"] = f"{EVENTS}; charset=utf-8"
+        reply = await call.begin(HTTPStatus.OK, None, headers)
+        await reply.write(found.event())
+    return params
+
+
+async def _ask(call: Call, more: Mapping[str, Any]) -> Answer:
+    with call.prefill.busy():
+        body = prefill_body(call.fields, chat=call.chat, more=more)
+        return await call.prefill.fetch("POST", call.path, call.headers, body)
+
+
+def _tell(call: Call, reason: str) -> None:
+    log.info("request %s: the first token is the decode engine's: %s", call.id, reason)
 
 
 def _params_in(call: Call, answer: Answer) -> bytes | None:

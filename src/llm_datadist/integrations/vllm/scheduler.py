@@ -300,13 +300,13 @@ class Scheduler:
         return True, self._answer(self._described(tokens=tokens, blocks=blocks, lease=lease, digest=digest))
 
     def _end_unserved(self, request: Request, params: Mapping[str, Any]) -> dict[str, Any] | None:
-        """One that never got blocks, or another one is pushed under its id; what the client is told."""
-        transfer = str(params.get("transfer_id") or "")
-        if self._options.mode != "push" or not transfer:
+        """One that never got blocks, has no id to be pushed under, or one of another; what the client is told."""
+        if self._options.mode != "push":
             return None
         if request.status in _DELIVERED:
             return self._answer(self._described())
-        if not self._pushes(transfer):
+        transfer = str(params.get("transfer_id") or "")
+        if transfer and not self._pushes(transfer):
             self._drop(transfer, request)
         return None
 

@@ -234,13 +234,16 @@ def test_chats(engines: Engines) -> None:
         assert next_leg(decode).body == {**CHAT, "kv_transfer_params": TAKE}
 
 
-def test_p_hands_over_nothing(engines: Engines) -> None:
-    """D computes the prompt: it is not told of any KV."""
+def test_p_hands_over_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D computes the prompt: it is not told of any KV. The operator is told that there is none."""
+    monkeypatch.setenv("ASCEND_GLOBAL_LOG_LEVEL", "2")
     with pulling(engines) as (route, prefill, [decode]):
         prefill.behave = prefill.answer
         prefill.description = None
         assert decoded(route.post({**STREAM, "kv_transfer_params": {"a": 1}}).body) == events(STREAM, created=9)
         assert next_leg(decode).body == STREAM
+        assert route.process
+        assert f"prefill engine {prefill.url} hands over no KV of request " in line_with(route.process, "[WARNING]")
 
 
 def test_several_prompts(engines: Engines) -> None:
@@ -480,7 +483,14 @@ def test_events_without_tokens_are_passed_on(event: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b'{"choices": []}', b'{"choices": [{}]}', b'{"error": 1}', b'{"\xff": 1}']
 )
-def test_whole_answers_without_tokens_are_passed_on(body: bytes) -> None:
-    first = handed(STREAM)
-    assert isinstance(first, FirstToken)
-    assert first.before(body) == body
+def test_whole_answers_that_are_none(engines: Engines, body: bytes) -> None:
+    """The client does not take the rest of an answer for all of it."""
+    with pulling(engines) as (route, _, [decode]):
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            return web.Response(body=body, content_type="application/json")
+
+        decode.behave = behave
+        reply = route.post(ASKED)
+    assert reply.status == 502
+    assert reply.error.startswith(f"decode engine {decode.url} answers no completion: ")

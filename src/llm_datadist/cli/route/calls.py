@@ -162,7 +162,7 @@ class DecodeLeg:
         """Pass it on as it comes; if it breaks off, the client's does, too.
 
         Raises:
-            EngineError: it is needed as a whole, and breaks off.
+            EngineError: it is needed as a whole, and breaks off or is no completion.
             ConnectionError: the client has gone.
         """
         rest: Rest | None = None
@@ -188,10 +188,14 @@ class DecodeLeg:
         body = self.first
         while chunk := await self.engine.next_chunk(answer):
             body += chunk
+        try:
+            body = first.before(body)
+        except ValueError as error:
+            raise EngineError(self.engine, f"answers no completion: {error}", HTTPStatus.BAD_GATEWAY) from error
         headers = end_to_end(answer.headers)
         headers.popall("Content-Length", None)
         call.end(answer.status)
-        return whole_response(Answer(answer.status, headers, first.before(body)))
+        return whole_response(Answer(answer.status, headers, body))
 
     def close(self) -> None:
         """End it: the connection is closed unless the answer has ended."""

@@ -164,7 +164,11 @@ class FirstToken:
         return Rest(self)
 
     def before(self, body: bytes) -> bytes:
-        """D's whole answer with this token before it; unchanged if it is none."""
+        """D's whole answer with this token before it.
+
+        Raises:
+            ValueError: it is no answer of one text.
+        """
         try:
             answer = msgspec.json.decode(body, type=dict[str, Any])
             choice = answer["choices"][0]
@@ -172,8 +176,9 @@ class FirstToken:
             if self.wishes.return_token_ids:
                 choice |= {"prompt_token_ids": self.prompt, "token_ids": [self.token, *choice["token_ids"]]}
             self.correct(answer)
-        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
-            return body
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise ValueError(message) from error
         return msgspec.json.encode(answer)
 
     def correct(self, answer: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
@@ -50,7 +49,7 @@ def parse_fields(body: bytes) -> Fields:
 
 
 def prefill_body(
-    fields: Fields, transfer_id: str | None = None, *, chat: bool, more: Mapping[str, Any] = MappingProxyType({})
+    fields: Fields, transfer_id: str | None = None, *, chat: bool, more: Mapping[str, Any] | None = None
 ) -> bytes:
     """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept."""
     leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
@@ -59,7 +58,7 @@ def prefill_body(
         leg["max_completion_tokens"] = _ONE
     if "n" in leg:
         leg["n"] = _ONE
-    leg |= more
+    leg |= more or {}
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     leg["kv_transfer_params"] = {**params, "transfer_id": transfer_id} if transfer_id else params
     return msgspec.json.encode(leg)

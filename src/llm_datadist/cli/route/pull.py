@@ -77,7 +77,8 @@ def _tell(call: Call, reason: str) -> None:
 def _params_in(call: Call, answer: Answer) -> bytes | None:
     description = description_in(answer.body)
     if description is None:
-        log.info("request %s: prefill engine %s hands over no KV", call.id, call.prefill.url)
+        url = call.prefill.url
+        log.warn_rarely(url, "prefill engine %s hands over no KV of request %s: D computes it itself", url, call.id)
     elif not is_leased(description):
         reason = 'runs LLMDataDistConnector in push mode: start it with "mode": "pull", or the router with --mode push'
         raise EngineError(call.prefill, reason, HTTPStatus.BAD_GATEWAY)

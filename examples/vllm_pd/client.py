@@ -14,6 +14,8 @@ import aiohttp
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+KEEP_ALIVE_S = 2.0
+"""Less than the 5 s after which vLLM closes an idle connection: a request must not meet that moment."""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -35,7 +37,8 @@ class Client:
     """Keeps its connections."""
 
     def __init__(self) -> None:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
 
     async def close(self) -> None:
         """Close them."""

@@ -4,8 +4,9 @@
 A single engine, a pair with this library and a pair with a tuned NixlConnector live at a time. Every prompt goes to
 each of them in turns; each round has new prompts, so that no prefix cache helps. Pulls go through
 ``llm-datadist route``, which gives the client the prefill engine's first token; the pair with NixlConnector is asked
-directly, without a router's time. Run it with the Python of docs/vllm.md, with NIXL added, on a machine that does
-nothing else:
+directly, without a router's time. Engines that were started alike differ by more than what is added, so the prefill
+engines also answer prompts of the same length alone. Run it with the Python of docs/vllm.md, with NIXL added, on a
+machine that does nothing else:
 
     .venv-vllm/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-vllm/bin/python benchmarks/serving/run.py
@@ -111,6 +112,8 @@ class Results:
 
     first: Samples = dataclasses.field(default_factory=dict)
     """From the request to the first token."""
+    alone: Samples = dataclasses.field(default_factory=dict)
+    """The same, of a contestant's prefill engine alone."""
     second: Samples = dataclasses.field(default_factory=dict)
     """From the request to the second token."""
     moved: Samples = dataclasses.field(default_factory=dict)
@@ -165,11 +168,14 @@ async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> R
     found = Results()
     try:
         for turn in range(rounds + 1):  # the first one warms up
-            texts = prompts(model, seed=turn)
+            texts, others = prompts(model, seed=turn), prompts(model, seed=-1 - turn)
             for kind, several in ((SHORT, texts[SHORT]), (LONG, texts[LONG][-2:])):
-                for at, text in enumerate(several):
+                for at, (text, other) in enumerate(zip(several, others[kind][-len(several) :], strict=True)):
                     first = at % len(contestants)
                     for each in contestants[first:] + contestants[:first]:
+                        if each.name in {PULL, NIXL}:
+                            alone = await client.complete(each.engines[0].url, other, TOKENS)
+                            _note(found.alone, turn, kind, each.name, alone.ttft)
                         before = each.moved()
                         answer = await each.complete(client, text)
                         _note(found.first, turn, kind, each.name, answer.ttft)
@@ -207,6 +213,9 @@ def _report(found: Results, names: Iterable[str]) -> None:
             first, second = (_added(each, kind, name) for each in (found.first, found.second))
             moved = _shown(found.moved[kind, name])
             print(f"  {name} adds {_shown(first)} ms, to the second token {_shown(second)} ms; moving KV {moved} ms")
+            if (kind, name) in found.alone:
+                own = [a - b for a, b in zip(found.first[kind, name], found.alone[kind, name], strict=True)]
+                print(f"  {name} adds {_shown(own)} ms to its own prefill engine alone")
 
 
 def _added(samples: Samples, kind: str, name: str) -> list[float]:

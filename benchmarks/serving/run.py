@@ -4,9 +4,9 @@
 A single engine, a pair with this library and a pair with a tuned NixlConnector live at a time. Every prompt goes to
 each of them in turns; each round has new prompts, so that no prefix cache helps. Pulls go through
 ``llm-datadist route``, which gives the client the prefill engine's first token; the pair with NixlConnector is asked
-directly, without a router's time. Engines that were started alike differ by more than what is added, so the prefill
-engines also answer prompts of the same length alone. Run it with the Python of docs/vllm.md, with NIXL added, on a
-machine that does nothing else:
+directly, without a router's time. Engines that were started alike differ in computing a long prompt by more than what
+is added, so all but computing it, by the metrics of the engine that does, is told by itself. Run it with the Python of
+docs/vllm.md, with NIXL added, on a machine that does nothing else:
 
     .venv-vllm/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-vllm/bin/python benchmarks/serving/run.py
@@ -94,13 +94,21 @@ class Contestant:
         """Seconds and number of all transfers, as vLLM's metrics tell."""
         if self.name not in SECONDS:
             return 0.0, 0.0
-        with urllib.request.urlopen(f"{self.engines[-1].url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        pattern = rf"^{SECONDS[self.name]}_(sum|count){{.*}} (\S+)$"
-        found = {"sum": 0.0, "count": 0.0}
-        for name, value in re.findall(pattern, text, re.MULTILINE):
-            found[name] += float(value)
-        return found["sum"], found["count"]
+        return _observed(self.engines[-1], SECONDS[self.name])
+
+    def computed(self) -> float:
+        """Seconds to the first tokens of all prompts, as the engine that computes them tells."""
+        return _observed(self.engines[0], "vllm:time_to_first_token_seconds")[0]
+
+
+def _observed(engine: Engine, metric: str) -> tuple[float, float]:
+    """Sum and number of what a histogram of vLLM has seen."""
+    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = {"sum": 0.0, "count": 0.0}
+    for name, value in re.findall(rf"^{metric}_(sum|count){{.*}} (\S+)$", text, re.MULTILINE):
+        found[name] += float(value)
+    return found["sum"], found["count"]
 
 
 Samples = dict[tuple[str, str], list[float]]
@@ -112,8 +120,8 @@ class Results:
 
     first: Samples = dataclasses.field(default_factory=dict)
     """From the request to the first token."""
-    alone: Samples = dataclasses.field(default_factory=dict)
-    """The same, of a contestant's prefill engine alone."""
+    beside: Samples = dataclasses.field(default_factory=dict)
+    """The same, without what the engine that computes the prompt says it takes."""
     second: Samples = dataclasses.field(default_factory=dict)
     """From the request to the second token."""
     moved: Samples = dataclasses.field(default_factory=dict)
@@ -168,16 +176,14 @@ async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> R
     found = Results()
     try:
         for turn in range(rounds + 1):  # the first one warms up
-            texts, others = prompts(model, seed=turn), prompts(model, seed=-1 - turn)
+            texts = prompts(model, seed=turn)
             for kind, several in ((SHORT, texts[SHORT]), (LONG, texts[LONG][-2:])):
-                for at, (text, other) in enumerate(zip(several, others[kind][-len(several) :], strict=True)):
+                for at, text in enumerate(several):
                     first = at % len(contestants)
                     for each in contestants[first:] + contestants[:first]:
-                        if each.name in {PULL, NIXL}:
-                            alone = await client.complete(each.engines[0].url, other, TOKENS)
-                            _note(found.alone, turn, kind, each.name, alone.ttft)
-                        before = each.moved()
+                        before, computed = each.moved(), each.computed()
                         answer = await each.complete(client, text)
+                        _note(found.beside, turn, kind, each.name, answer.ttft - each.computed() + computed)
                         _note(found.first, turn, kind, each.name, answer.ttft)
                         _note(found.second, turn, kind, each.name, answer.second)
                         _note(found.moved, turn, kind, each.name, await _grown(each, before))
@@ -209,13 +215,12 @@ def _report(found: Results, names: Iterable[str]) -> None:
         alone = found.first[kind, SINGLE]
         print(f"TTFT, {what}: single {_shown(alone)} ms, n={len(alone)}")
         print(f"  {AGAIN}: {_shown(found.first[kind, AGAIN])} ms")
+        print(f"  {SINGLE}, all but computing the prompt: {_shown(found.beside[kind, SINGLE])} ms")
         for name in names:
             first, second = (_added(each, kind, name) for each in (found.first, found.second))
             moved = _shown(found.moved[kind, name])
             print(f"  {name} adds {_shown(first)} ms, to the second token {_shown(second)} ms; moving KV {moved} ms")
-            if (kind, name) in found.alone:
-                own = [a - b for a, b in zip(found.first[kind, name], found.alone[kind, name], strict=True)]
-                print(f"  {name} adds {_shown(own)} ms to its own prefill engine alone")
+            print(f"  {name}, all but computing the prompt: {_shown(found.beside[kind, name])} ms")
 
 
 def _added(samples: Samples, kind: str, name: str) -> list[float]:

@@ -30,7 +30,6 @@ class Answer:
     second: float
     """The same to the second token, 0 if there is none."""
     seconds: float
-    prefill_seconds: float = 0.0
 
 
 class Client:
@@ -66,12 +65,10 @@ class Client:
         body = {"model": "model", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, **more}
         body["return_token_ids"] = True
         begin = time.perf_counter()
-        between = begin
         if prefill:
             first = await self.post(prefill, {**body, "max_tokens": 1, "kv_transfer_params": dict(PREFILL)})
             body["kv_transfer_params"] = first["kv_transfer_params"]
-            between = time.perf_counter()
-        return await self._collect(url, body, begin, between)
+        return await self._collect(url, body, begin)
 
     async def push(self, decode: str, prefill: str, remote: Any, prompt: Any, count: int) -> Answer:
         """Run both legs at once, for a push from ``prefill``, which has described itself as ``remote``."""
@@ -82,7 +79,7 @@ class Client:
         begin = time.perf_counter()
         task = asyncio.ensure_future(self.post(prefill, leg))
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer, "llm_datadist": remote}
-        answer = await self._collect(decode, {**body, "kv_transfer_params": params}, begin, begin)
+        answer = await self._collect(decode, {**body, "kv_transfer_params": params}, begin)
         await task
         return answer
 
@@ -94,7 +91,7 @@ class Client:
         )
         return answer["kv_transfer_params"]["llm_datadist"]
 
-    async def _collect(self, url: str, body: dict[str, Any], begin: float, between: float) -> Answer:
+    async def _collect(self, url: str, body: dict[str, Any], begin: float) -> Answer:
         ttft = second = 0.0
         tokens: list[int] = []
         text = ""
@@ -108,4 +105,4 @@ class Client:
                 text += choice["text"]
                 if not second and len(tokens) > 1:
                     second = time.perf_counter() - begin
-        return Answer(tokens, text, ttft, second, time.perf_counter() - begin, between - begin)
+        return Answer(tokens, text, ttft, second, time.perf_counter() - begin)

@@ -22,6 +22,7 @@ from llm_datadist.cli.route.messages import (
     first_model,
     is_leased,
     longest_context,
+    params_in,
 )
 from llm_datadist.utils import log
 
@@ -262,7 +263,7 @@ class Engine:
         self._description = self._context = None
 
     def _description_in(self, answer: Answer) -> bytes:
-        description = description_in(answer.body)
+        description = description_in(params_in(answer.body))
         if description is None:
             reason = (
                 "does not run LLMDataDistConnector in push mode: its answer has no"

@@ -75,10 +75,10 @@ def decode_body(fields: Fields, transfer_id: str, description: bytes) -> bytes:
     return msgspec.json.encode({**fields, "kv_transfer_params": params})
 
 
-def pull_body(fields: Fields, params: bytes | None) -> bytes:
+def pull_body(fields: Fields, params: Fields) -> bytes:
     """What D gets where it pulls: the client's request, and P's ``kv_transfer_params`` as they are, if any."""
     own = {name: value for name, value in fields.items() if name != "kv_transfer_params"}
-    return msgspec.json.encode({**own, "kv_transfer_params": msgspec.Raw(params)} if params else own)
+    return msgspec.json.encode({**own, "kv_transfer_params": params} if params else own)
 
 
 def describe_body(model: str) -> bytes:
@@ -118,20 +118,20 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
-class _PullAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
 class _Description(msgspec.Struct):
     lease: dict[str, msgspec.Raw] | None = None
 
 
-def description_in(answer: bytes) -> bytes | None:
-    """The description in an answer of P: a JSON object, not read any further; None if it has none."""
+def params_in(answer: bytes) -> Fields:
+    """The ``kv_transfer_params`` in an answer of P; empty if it has none."""
     try:
-        params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params or {}
+        return msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params or {}
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return {}
+
+
+def description_in(params: Fields) -> bytes | None:
+    """P's description: a JSON object; None if there is none."""
     description = bytes(params.get("llm_datadist", b""))
     return description if description.startswith(b"{") else None
 
@@ -142,15 +142,6 @@ def is_leased(description: bytes) -> bool:
         return msgspec.json.decode(description, type=_Description).lease is not None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
-
-
-def params_in(answer: bytes) -> bytes | None:
-    """The ``kv_transfer_params`` in an answer of P, as they are; None if it has none."""
-    try:
-        params = bytes(msgspec.json.decode(answer, type=_PullAnswer).kv_transfer_params)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return params if params.startswith(b"{") else None
 
 
 def error_body(status: int, message: str) -> bytes:

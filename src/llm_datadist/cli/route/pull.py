@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.cli.route.calls import Call
     from llm_datadist.cli.route.engines import Answer
+    from llm_datadist.cli.route.messages import Fields
 
 
 class PullLegs:
@@ -40,7 +41,7 @@ class PullLegs:
         """Nothing runs beside the handlers of requests."""
 
 
-async def _prefill(call: Call) -> bytes | None:
+async def _prefill(call: Call) -> Fields:
     """The first leg: what P tells D, after its first token has gone to the client where that is possible."""
     wanted = "it is a chat" if call.chat else wishes(call.body, call.fields)
     if isinstance(wanted, str):
@@ -74,12 +75,13 @@ def _tell(call: Call, reason: str) -> None:
     log.info("request %s: the first token is the decode engine's: %s", call.id, reason)
 
 
-def _params_in(call: Call, answer: Answer) -> bytes | None:
-    description = description_in(answer.body)
+def _params_in(call: Call, answer: Answer) -> Fields:
+    params = params_in(answer.body)
+    description = description_in(params)
     if description is None:
         url = call.prefill.url
         log.warn_rarely(url, "prefill engine %s hands over no KV of request %s: D computes it itself", url, call.id)
     elif not is_leased(description):
         reason = 'runs LLMDataDistConnector in push mode: start it with "mode": "pull", or the router with --mode push'
         raise EngineError(call.prefill, reason, HTTPStatus.BAD_GATEWAY)
-    return params_in(answer.body)
+    return params

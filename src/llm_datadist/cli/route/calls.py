@@ -142,7 +142,7 @@ class DecodeLeg:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.first = b""
+        self.first: bytes = b""
         self.response: aiohttp.ClientResponse | None = None
 
     async def open(self, call: Call, body: bytes) -> aiohttp.ClientResponse:

@@ -93,7 +93,7 @@ class _Ready(LayerSynchronizer):
 def setup(node: Node) -> dict[str, int]:
     """All four caches, in memory of their own; their ids."""
     log.get_logger().setLevel(logging.CRITICAL)  # what fails here is meant to
-    one_sided._LEAST_PART = PART_BYTES
+    one_sided._LEAST_PART, one_sided._PARTS_PER_THREAD = PART_BYTES, 8
     for name, size in SIZES.items():
         node.arenas[name] = node.arena(TENSORS, size, None)
     reset(node)

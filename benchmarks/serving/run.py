@@ -5,8 +5,8 @@ A single engine, a pair with this library and a pair with a tuned NixlConnector 
 each of them in turns; each round has new prompts, so that no prefix cache helps. Pulls go through
 ``llm-datadist route``, which gives the client the prefill engine's first token; the pair with NixlConnector is asked
 directly, without a router's time. Engines that were started alike differ in computing a long prompt by more than what
-is added, so all but computing it, by the metrics of the engine that does, is told by itself. Run it with the Python of
-docs/vllm.md, with NIXL added, on a machine that does nothing else:
+is added, so all but computing it, by the metrics of the engine that does, is told by itself; ``--thin`` has little to
+compute. Run it with the Python of docs/vllm.md, with NIXL added, on a machine that does nothing else:
 
     .venv-vllm/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-vllm/bin/python benchmarks/serving/run.py
@@ -35,6 +35,7 @@ from engines import Engine, free_port, ours, stop_on_signals
 from model import prepare
 from prompts import LONG, SHORT, prompts
 from routers import Router, our_router
+from thin_model import thin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,10 +136,13 @@ def main() -> int:
     parser.add_argument("--tcp", action="store_true", help="all transfers over TCP on loopback")
     parser.add_argument("--with", dest="names", nargs="+", choices=(PULL, PUSH, NIXL), default=(PULL, NIXL))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--thin", action="store_true", help="a model of the same KV cache, and little to compute")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llm-datadist-vllm-pd")
     options = parser.parse_args()
     stop_on_signals()
     model = prepare(options.folder / "model")
+    if options.thin:
+        model = thin(model)
     logs = options.folder / "serving"
     logs.mkdir(parents=True, exist_ok=True)
     contestants = [_contestant(name, model, logs, tcp=options.tcp) for name in (SINGLE, *options.names)]

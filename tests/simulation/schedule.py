@@ -105,7 +105,7 @@ def _countable() -> Iterator[None]:
 def _small_parts(world: World) -> Iterator[None]:
     """In some schedules transfers are cut into parts as only large ones are otherwise."""
     sizes = [(tcp, "PARALLEL_BYTES", 2048), (tcp, "REQUEST_BYTES", 1024)]
-    sizes += [(one_sided, "PARALLEL_BYTES", 2048), (one_sided, "_LEAST_PART", 512)]
+    sizes += [(one_sided, "PARALLEL_BYTES", 2048), (one_sided, "_LEAST_PART", 512), (one_sided, "_PARTS_PER_THREAD", 8)]
     with contextlib.ExitStack() as stack:
         if world.scheduler.rng.random() < 0.5:
             for module, name, size in sizes:

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 PARALLEL_BYTES: Final = 4 << 20
 """Below this, handing a part to another thread costs more than it saves."""
-_LEAST_PART: Final = 1 << 20
-_PARTS_PER_THREAD: Final = 8
-"""So many, so that no thread has much left to do when the others have finished."""
+_LEAST_PART: Final = 2 << 20
+_PARTS_PER_THREAD: Final = 3
+"""More than one, so that no thread has much left to do when the others have finished; not many, because a thread needs
+the interpreter between two of them, and a core, which others may have meanwhile."""
 
 
 def require_same_host(theirs: Identity, ours: Identity) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -27,6 +29,8 @@ ENVIRONMENT: Final = {
 }
 RANKS: Final = {"OMP_NUM_THREADS": "1"}
 """Several ranks of an engine share few cores here."""
+_PORTS: Final = itertools.count(10_000 + os.getpid() % 15_000)
+"""Below those that systems give to whoever connects, from 32,768 on: a server takes its port minutes later."""
 CONNECTOR: Final = {
     "kv_connector": "LLMDataDistConnector",
     "kv_connector_module_path": "llm_datadist.integrations.vllm",
@@ -34,10 +38,12 @@ CONNECTOR: Final = {
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, and was not given before."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def stop_on_signals() -> None:

@@ -7,12 +7,12 @@ count here, only what goes on around it.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from model import make
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _MAKE: Final = """
 import sys
@@ -31,12 +31,6 @@ AutoTokenizer.from_pretrained(folder).save_pretrained(out)
 def thin(model: Path) -> Path:
     """The folder of the thin model beside the one of ``model``; made once."""
     out = model.with_name(f"{model.name}-thin")
-    if (out / "config.json").exists():
-        return out
-    with tempfile.TemporaryDirectory(dir=out.parent) as part:  # what is interrupted must not look like a model
-        made = Path(part) / out.name
-        command = [sys.executable, "-c", _MAKE, str(model), str(made)]
-        subprocess.run(command, check=True, timeout=600)  # noqa: S603 - the text above
-        shutil.rmtree(out, ignore_errors=True)
-        made.replace(out)
+    if not (out / "config.json").exists():
+        make(out, _MAKE, str(model))
     return out

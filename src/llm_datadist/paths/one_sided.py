@@ -122,8 +122,9 @@ class OneSidedPath(Path):
         lengths, regions, here = spans.runs.lengths, spans.regions, spans.here
         there = iovec.Side(self._bases(spans), spans.runs.remote)
         checkpoint = Checkpoint(deadline)
-        threads = self._threads if spans.total >= PARALLEL_BYTES else 1
-        piece = min(iovec.MAX_PIECE, max(_LEAST_PART, spans.total // (threads * _PARTS_PER_THREAD)))
+        total = spans.total
+        threads = self._threads if total >= PARALLEL_BYTES else 1
+        piece = min(iovec.MAX_PIECE, max(_LEAST_PART, total // (threads * _PARTS_PER_THREAD)))
         parts = iter(list(iovec.parts(len(regions), lengths, max_bytes=piece)))
         progress = Progress(len(regions), spans.runs)
 

@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 _THREADS: Final = 16
 """Most that wait for peers at a time; they exist only once so many loads have run at a time."""
 _MAIL_TIMEOUT_MS: Final = 600_000
-_LOAD_WAIT_S: Final = 0.01
-_LEASE_WAIT_S: Final = 0.002
-"""An engine that has nothing to compute waits so long for the end of a load, or else of a lease, instead of going
-round: its cores are needed for the transfer. A request that arrives meanwhile waits for it, too."""
+_IDLE_WAIT_S: Final = 0.01
+"""An engine that has nothing to compute waits so long for the end of a load or a lease, instead of going round: its
+cores are needed for the transfer. A request that arrives meanwhile waits for it, too."""
 
 
 @dataclasses.dataclass
@@ -172,10 +171,8 @@ class Worker:
 
     def _wait(self) -> None:
         """A moment, if somebody else is to end something."""
-        if self._running:
-            self._changed.wait(_LOAD_WAIT_S)
-        elif self._leases.kept or self._pusher.keeps:
-            self._changed.wait(_LEASE_WAIT_S)
+        if self._running or self._leases.kept or self._pusher.keeps:
+            self._changed.wait(_IDLE_WAIT_S)
 
     def _wake(self) -> None:
         with self._changed:

@@ -63,6 +63,16 @@ def test_both_legs_run_at_once(engines: Engines) -> None:
             {**PROMPT, "use_beam_search": True, "n": 2},
             {"stream": False, "use_beam_search": None, "n": 1, "max_tokens": 1},
         ),
+        *(
+            ("/v1/completions", {**PROMPT, "prompt": prompt}, {"stream": False, "max_tokens": 1, "prompt": first})
+            for prompt, first in (
+                (["one", "two"], ["one"]),
+                ([[1, 2], [3]], [[1, 2]]),
+                ([1, 2, 3], [1, 2, 3]),
+                ("[[1]]", "[[1]]"),
+                ([], []),
+            )
+        ),
         ("/v1/chat/completions", CHAT, {"stream": False, "max_tokens": 1, "max_completion_tokens": 1}),
         (
             "/v1/chat/completions",

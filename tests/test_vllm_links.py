@@ -10,7 +10,7 @@ import pytest
 from llm_datadist import LLMClusterInfo
 from llm_datadist.integrations.vllm import pushes
 from llm_datadist.integrations.vllm.messages import Renew
-from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
+from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part, Renewal
 from llm_datadist.integrations.vllm.params import Lease
 from until import until
 from vllm_kit import LAYERS, LEASE, OURS, THEIRS, TOKENS, Rank, two_ranks
@@ -154,7 +154,9 @@ def test_many_leases_are_renewed_in_messages_that_fit(pair: tuple[Rank, Rank]) -
 
     prefill.got = note  # type: ignore[method-assign]
     names = [f"cmpl-{n:032x}-0-{n:08x}" for n in range(3000)]
-    decode.puller.renew([prefill.remote([], Lease(name, 1, "a", 30.0)) for name in names])
+    waiting = [Renewal(prefill.remote([], Lease(name, 1, "a", 30.0)), name, 30.0) for name in names]
+    ((worker, asked),) = decode.puller.renewals(waiting).items()
+    decode.puller.renew(worker, asked)
     until(lambda: got == names)
 
 

@@ -45,7 +45,7 @@ class Half:
         module.Address = address
         self.made.set_workers({0: address(Worker("b", "127.0.0.1", 1), FACTS)})
 
-    def arrive(self, name: str, params: dict[str, Any], prompt: int = 4 * SIZE) -> Any:
+    def arrive(self, name: str, params: dict[str, Any], prompt: int = 4 * SIZE, *, refused: bool = False) -> Any:
         tokens = list(range(prompt))
         request = types.SimpleNamespace(
             request_id=name,
@@ -56,6 +56,7 @@ class Half:
             max_tokens=9,
             num_computed_tokens=0,
             status=RequestStatus.RUNNING,
+            abort_immediately=refused,
         )
         self.made.arrived(request)
         return request
@@ -81,10 +82,13 @@ class Half:
         )
 
 
-def remote(lease: str = "", engine: str = "P", tokens: int = 0, prompt: Sequence[int] = ()) -> dict[str, Any]:
+def remote(
+    lease: str = "", engine: str = "P", tokens: int = 0, prompt: Sequence[int] = (), seconds: float = 0.0
+) -> dict[str, Any]:
     made = Lease(lease, 1, "ab", 30.0) if lease else None
     where, blocks = (Worker("a", "127.0.0.1", 1),), ((1, 2, 3, 4),)
-    return encode(Remote(VERSION, engine, FACTS, where, tokens, blocks, made, digest(prompt) if prompt else ""))
+    of = digest(prompt) if prompt else ""
+    return encode(Remote(VERSION, engine, FACTS, where, tokens, blocks, made, of, seconds))
 
 
 def test_a_request_that_loads_and_hands_over_at_once_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +207,41 @@ def test_kv_is_loaded_for_its_own_prompt(monkeypatch: pytest.MonkeyPatch, tokens
     assert half.made.matched(half.arrive("r1", mine), 0) == matched
     theirs = {"do_remote_prefill": True, KEY: remote("y", tokens=tokens, prompt=range(1, tokens + 1))}
     assert half.made.matched(half.arrive("r2", theirs), 0) == 0
+
+
+def test_a_request_that_the_server_has_refused_gives_the_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with another prompt, and is aborted at once."""
+    half = Half(monkeypatch, "pull")
+    kept = remote("x", tokens=4 * SIZE, prompt=range(4 * SIZE))
+    request = half.arrive("r", {"do_remote_prefill": True, KEY: kept}, prompt=1, refused=True)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert half.made.finished(request, ([],)) == (False, None)
+    (released,) = half.step({}, {}, 0).releases
+    assert released.lease.request == "x"
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_waits_is_kept(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The prefill engine is asked again until the KV is there, also while a request has no blocks yet."""
+    half = Half(monkeypatch, mode)
+    kept = remote("x" if mode == "pull" else "", seconds=30.0 if mode == "push" else 0.0)
+    request = half.arrive("r", {"do_remote_prefill": True, "transfer_id": "t", KEY: kept})
+    (waits,) = half.step({}, {}, 0).renewals
+    assert (waits.name, waits.seconds) == ("x" if mode == "pull" else "t", 30.0)
+    assert half.step({}, {}, 0).renewals == []
+    half.made._renewed -= 6.0
+    half.allocate(request, [1, 2, 3, 4])
+    assert len(half.step({"r": 0}, {}, 1).renewals) == 1
+    half.made._renewed -= 6.0
+    half.made.done(types.SimpleNamespace(finished_recving={"r"}, finished_sending=None))
+    assert half.step({}, {"r": 0}, 1).renewals == []
+
+
+def test_a_prefill_engine_that_pushes_says_how_long_it_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode, seconds in (("push", 30.0), ("pull", 0.0)):
+        half = Half(monkeypatch, mode)
+        _, answer = half.made.finished(half.arrive("r", {**PUSH, "describe": True}), ([],))
+        assert answer[KEY].get("seconds", 0.0) == seconds
 
 
 def test_a_prefill_engine_tells_of_which_prompt_its_kv_is(monkeypatch: pytest.MonkeyPatch) -> None:

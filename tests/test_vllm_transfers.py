@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from llm_datadist import LLMClusterInfo
+from llm_datadist.integrations.vllm import pushes
 from llm_datadist.integrations.vllm.loads import LoadError
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
 from llm_datadist.paths import inprocess
@@ -73,6 +76,15 @@ def test_blocks_that_are_not_there_are_an_error(pair: tuple[Rank, Rank]) -> None
     load = Load("d", prefill.remote(list(THEIRS[:2]), LEASE), 0, 3 * TOKENS, (OURS,))
     with pytest.raises(LoadError, match="has only 2 of their blocks"):
         decode.puller.pull(load)
+
+
+def test_engines_that_do_not_fit_give_the_blocks_back(pair: tuple[Rank, Rank]) -> None:
+    """Whatever does not fit, also if there is no way to say who would read what."""
+    prefill, decode = pair
+    held(prefill)
+    remote = prefill.remote(list(THEIRS), LEASE)
+    decode.puller.release(msgspec.structs.replace(remote, facts=msgspec.structs.replace(remote.facts, caches=())))
+    until(lambda: prefill.leases.over() == {"r"})
 
 
 def test_a_prefill_engine_that_has_gone_is_an_error(pair: tuple[Rank, Rank]) -> None:
@@ -180,6 +192,27 @@ def test_nobody_registers_in_time(pair: tuple[Rank, Rank]) -> None:
     assert prefill.pusher.freed() == {"p"}
     expected(prefill, decode)
     assert decode.end_of("d").endswith("the other half of the request has not come in time")
+
+
+def test_a_push_that_is_asked_for_again_is_kept(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode engine is busy, and asks again; once it does not, the blocks are freed, and stay so."""
+    prefill, _ = pair
+    clock = types.SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(pushes, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    computed(prefill, part(0, 3 * TOKENS, last=True))
+    prefill.pusher.hold([Hold("p", 30.0, "t")])
+    for _ in range(3):
+        clock.now += 29
+        prefill.pusher.renew(["t", "unknown"])
+        assert prefill.pusher.expire(600.0) == []
+    clock.now += 31
+    assert prefill.pusher.expire(600.0) == ["p"]
+    clock.now += 599
+    prefill.pusher.renew(["t", "unknown"])
+    assert len(prefill.pusher._transfers) == 1
+    clock.now += 2
+    assert prefill.pusher.expire(600.0) == []
+    assert prefill.pusher._transfers == {}
 
 
 def test_a_prefill_engine_that_goes_ends_the_wait(pair: tuple[Rank, Rank]) -> None:

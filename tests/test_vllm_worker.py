@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -19,7 +20,8 @@ REMOTE = Remote(VERSION, "P", Facts("1", "m", "d", "c", "f", 1, ()), ())
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     cache = types.SimpleNamespace(transfer_groups=[types.SimpleNamespace(kv_cache_spec=vllm_stand_in.Spec(16))])
-    config = types.SimpleNamespace(parallel_config=types.SimpleNamespace())
+    parallel = types.SimpleNamespace(data_parallel_index=0, data_parallel_external_lb=False)
+    config = types.SimpleNamespace(parallel_config=parallel)
     made = vllm_stand_in.load("worker", monkeypatch).Worker(Options(), config, cache, 0)
     made._pusher = types.SimpleNamespace(expire=lambda _: [], freed=set, keeps=False)
     return made
@@ -35,6 +37,29 @@ def test_a_load_that_fails_is_told_as_a_whole(worker: Any, error: str, failed: b
     assert (ended.received, ended.failed) == ({"r"}, {"r"} if failed else set())
     stats = worker.stats()
     assert len(stats.data["failed_loads"] if stats else []) == counted
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine", "apart", "producer", "refused"),
+    [
+        ("push", 1, False, True, True),
+        ("push", 0, False, True, False),
+        ("push", 1, True, True, False),
+        ("push", 1, False, False, False),
+        ("pull", 1, False, True, False),
+    ],
+)
+def test_a_server_with_several_engines_does_not_push(
+    monkeypatch: pytest.MonkeyPatch, mode: str, engine: int, apart: bool, producer: bool, refused: bool
+) -> None:
+    tensors = vllm_stand_in.load("tensors", monkeypatch)
+    config = types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(data_parallel_index=engine, data_parallel_external_lb=apart),
+        kv_transfer_config=types.SimpleNamespace(is_kv_producer=producer),
+    )
+    cache = types.SimpleNamespace(transfer_groups=[])
+    with pytest.raises(ValueError, match="several data-parallel engines") if refused else contextlib.nullcontext():
+        tensors.check(config, cache, mode)
 
 
 def test_nothing_is_pushed_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

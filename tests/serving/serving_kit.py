@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 LEASE_S = 4.0
+DECODES = 8
+"""Requests that the decode engine has in hand at a time."""
 TEST_S = 300.0
 
 
@@ -55,7 +57,8 @@ class Pair:
 
     def start_one(self, engine: Engine, *options: str) -> None:
         """Start one of them, again if it was killed."""
-        engine.start("--dtype", "float32", *options).wait()
+        most = ("--max-num-seqs", str(DECODES)) if engine is self.decode else ()
+        engine.start("--dtype", "float32", *most, *options).wait()
         self._remote = None
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from serving_kit import LEASE_S, Pair, begin, metric, resources, run
+from serving_kit import DECODES, LEASE_S, Pair, begin, metric, resources, run
 
 from until import until
 
@@ -112,6 +112,46 @@ def test_a_killed_decode_engine_costs_no_blocks(pair: Pair, model: Path) -> None
     answers = run(lambda client: many(pair, client, [f"after {each}" for each in prompts], 0.0, 0))
     expected = run(lambda client: many_plain(client, pair.prefill.url, [f"after {each}" for each in prompts]))
     assert [each.tokens for each in answers] == expected
+
+
+def test_a_busy_decode_engine_keeps_what_it_waits_for(pair: Pair, model: Path) -> None:
+    """A request waits there for longer than a lease lasts, before it has blocks to load into."""
+    prompt = f"kept {texts(model, 25)['middle'][2]}"
+    counters = ((pair.prefill, "llm_datadist_expired_leases_total"), (pair.decode, "llm_datadist_failed_loads_total"))
+    before = [metric(*each) for each in counters]
+    loads = metric(pair.decode, "llm_datadist_transfer_seconds_count")
+
+    async def behind_others(client: Client) -> Answer:
+        others = [asyncio.ensure_future(client.complete(pair.decode.url, f"{n} goes on", 1500)) for n in range(DECODES)]
+        try:
+            await asyncio.to_thread(until, lambda: metric(pair.decode, "num_requests_running") == DECODES, 60)
+            waiting = asyncio.ensure_future(pair.complete(client, prompt))
+            await asyncio.sleep(3 * LEASE_S)
+            assert metric(pair.decode, "num_requests_running") == DECODES
+            assert not waiting.done()
+        finally:
+            for each in others:
+                each.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        return await waiting
+
+    answer = run(behind_others)
+    (expected,) = run(lambda client: many_plain(client, pair.prefill.url, [prompt]))
+    assert answer.tokens == expected
+    until(lambda: metric(pair.decode, "llm_datadist_transfer_seconds_count") == loads + 1, 30)
+    assert [metric(*each) for each in counters] == before
+    until(lambda: idle(pair), 30)
+
+
+@READS
+def test_a_refused_request_gives_the_blocks_back(pair: Pair, model: Path) -> None:
+    """The decode engine's server refuses it, after the prefill; no lease has to end for its blocks to be free."""
+    prompt = f"refused {texts(model, 26)['middle'][2]}"
+    expired = metric(pair.prefill, "llm_datadist_expired_leases_total")
+    with pytest.raises(RuntimeError, match="HTTP 400"):
+        run(lambda client: pair.complete(client, prompt, 1_000_000))
+    until(lambda: metric(pair.prefill, "kv_cache_usage_perc") == 0, 30)
+    assert metric(pair.prefill, "llm_datadist_expired_leases_total") == expired
 
 
 @READS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -31,6 +32,8 @@ _HOP_BY_HOP: Final = (
 _OF_THE_CLIENT_S_BODY: Final = ("Content-Encoding", "Content-Length", "Expect", "Host")
 _NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "use_beam_search")
 """The last would have vLLM answer without ``kv_transfer_params``."""
+_SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+"""How the value of ``prompt`` begins where it is a list of prompts."""
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 
@@ -54,6 +57,8 @@ def prefill_body(
     """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept."""
     leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     leg |= {"stream": _FALSE, "max_tokens": _ONE}
+    if _SEVERAL.match(fields.get("prompt", b"")):  # only the first one's KV can be handed over
+        leg["prompt"] = msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw])[:1]
     if chat or "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = _ONE
     if "n" in leg:

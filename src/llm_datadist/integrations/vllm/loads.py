@@ -11,15 +11,16 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMS
 from llm_datadist.integrations.vllm.caches import LEASES_MODEL
 from llm_datadist.integrations.vllm.logs import logger
 from llm_datadist.integrations.vllm.messages import Done, Renew
+from llm_datadist.integrations.vllm.params import differences
 from llm_datadist.integrations.vllm.peers import UnreachableError
 from llm_datadist.integrations.vllm.routes import pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from llm_datadist.integrations.vllm.caches import Side
     from llm_datadist.integrations.vllm.heads import Source
-    from llm_datadist.integrations.vllm.orders import Load
+    from llm_datadist.integrations.vllm.orders import Load, Renewal
     from llm_datadist.integrations.vllm.params import Lease, Remote, Worker
 
 _SCRATCH: Final = 64
@@ -108,21 +109,28 @@ class Puller:
         """Tell the prefill engine that this worker needs nothing of a request any more; a failure is logged."""
         if remote.lease is None:
             return
+        if differences(self._side.facts, remote.facts):  # then nobody reads anything, and there may be no routes
+            for worker in remote.workers if self._side.rank == 0 else ():
+                self._tell(worker, Done(remote.lease.request, 1))
+            return
         counts = self._side.reader_counts(remote.facts)
         reading = self._side.routes(remote.facts)
         for rank, worker in enumerate(remote.workers):
             if rank in reading or (counts[rank] == 0 and self._side.rank == 0):
                 self._tell(worker, Done(remote.lease.request, max(1, counts[rank])))
 
-    def renew(self, remotes: Sequence[Remote]) -> None:
-        """Ask to keep the blocks of requests that still wait; a failure is logged."""
-        by_worker: dict[Worker, list[str]] = {}
-        for remote in remotes:
-            for worker in remote.workers if remote.lease is not None and self._side.rank == 0 else ():
-                by_worker.setdefault(worker, []).append(remote.lease.request if remote.lease else "")
-        for worker, requests in by_worker.items():
-            for at in range(0, len(requests), _RENEWED_AT_ONCE):
-                self._tell(worker, Renew(tuple(requests[at : at + _RENEWED_AT_ONCE])))
+    def renewals(self, orders: Iterable[Renewal]) -> dict[Worker, list[str]]:
+        """Which workers this one has to ask to keep what. Does not block."""
+        found: dict[Worker, list[str]] = {}
+        for each in orders if self._side.rank == 0 else ():
+            for worker in each.remote.workers:
+                found.setdefault(worker, []).append(each.name)
+        return found
+
+    def renew(self, worker: Worker, names: Sequence[str]) -> None:
+        """Ask a worker to keep the blocks of requests that still wait; a failure is logged."""
+        for at in range(0, len(names), _RENEWED_AT_ONCE):
+            self._tell(worker, Renew(tuple(names[at : at + _RENEWED_AT_ONCE])))
 
     def _tell(self, worker: Worker, message: Done | Renew) -> None:
         try:

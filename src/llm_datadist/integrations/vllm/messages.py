@@ -23,6 +23,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     """Decode to prefill: these requests still wait; keep their blocks."""
 
     requests: tuple[str, ...]
+    """Of a push, the transfers."""
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

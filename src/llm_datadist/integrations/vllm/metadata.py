@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llm_datadist.integrations.vllm.bases import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 if TYPE_CHECKING:
-    from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
+    from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part, Renewal
     from llm_datadist.integrations.vllm.params import Facts, Remote, Worker
 
 
@@ -35,8 +35,7 @@ class Orders(KVConnectorMetadata):
     """Requests with a load, aborted meanwhile."""
     releases: list[Remote] = dataclasses.field(default_factory=list)
     """Leases of requests that need nothing, or were aborted."""
-    renewals: list[Remote] = dataclasses.field(default_factory=list)
-    """Leases of requests that still wait here."""
+    renewals: list[Renewal] = dataclasses.field(default_factory=list)
     links: list[Remote] = dataclasses.field(default_factory=list)
     """Engines from which something will be read soon."""
     parts: list[Part] = dataclasses.field(default_factory=list)

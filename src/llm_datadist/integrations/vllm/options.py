@@ -37,7 +37,7 @@ class Options:
     host: str = "127.0.0.1"
     """IP address of this machine on which workers listen, and which they tell their peers."""
     port: int = 0
-    """Of the worker with rank 0, the others follow; 0: the system chooses."""
+    """Of the first worker, the others follow, those of other data-parallel engines too; 0: the system chooses."""
     lease_seconds: float = 30.0
     """How long a prefill engine keeps blocks that nobody has read, and for which nobody has asked again."""
     transfer_timeout_ms: int = 10_000
@@ -81,11 +81,11 @@ class Options:
             if name in _OURS or not hasattr(LLMConfig, str(name)):
                 raise _wrong("config", name, "names of LLMConfig properties that the connector does not set itself")
 
-    def generate(self, rank: int, tensors: int) -> dict[str, str]:
-        """Options of the transfer library for one worker that registers so many tensors."""
+    def generate(self, number: int, tensors: int) -> dict[str, str]:
+        """Options of the transfer library for the worker with this number, which registers so many tensors."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         config = LLMConfig()
-        config.listen_ip_info = f"{host}:{self.port + rank if self.port else 0}"
+        config.listen_ip_info = f"{host}:{self.port + number if self.port else 0}"
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
         config.allow_multiple_instances = True

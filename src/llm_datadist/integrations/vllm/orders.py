@@ -34,6 +34,17 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
+class Renewal:
+    """A request whose KV another engine keeps still waits here."""
+
+    remote: Remote
+    name: str
+    """By which that engine knows it: the request of its lease, or the transfer of a push."""
+    seconds: float
+    """How long it is kept if nobody asks."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Open:
     """A request that a decode engine will read has begun: show ``generation`` in ``slot``."""
 

@@ -103,6 +103,8 @@ class Remote(msgspec.Struct, frozen=True, omit_defaults=True):
     lease: Lease | None = None
     digest: str = ""
     """Of the tokens whose KV it is."""
+    seconds: float = 0.0
+    """For a push: how long the engine keeps blocks for which nobody has asked."""
 
 
 def digest(tokens: Sequence[int]) -> str:
@@ -128,6 +130,7 @@ def decode(value: object) -> Remote:
         remote = msgspec.convert(value, Remote)
         bad = any(not 0 < each.cluster_id < 1 << 64 or not 0 < each.port < 1 << 16 for each in remote.workers)
         bad = bad or not all(_possible(each, remote.facts.ranks) for each in remote.facts.caches)
+        bad = bad or not 0 <= remote.seconds < math.inf
         if remote.lease is not None:
             bad = bad or not 0 < remote.lease.value < 1 << 64 or remote.lease.slot < 0
             bad = bad or not 0 < remote.lease.seconds < math.inf

@@ -229,6 +229,15 @@ class Pusher:
                 self._kick(name, transfer)
             return self._told.wait_for(lambda: not left(), seconds)
 
+    def renew(self, names: Iterable[str]) -> None:
+        """Decode engines still want these transfers, but have no blocks for them yet."""
+        now = time.monotonic()
+        with self._lock:
+            for name in names:
+                transfer = self._transfers.get(name)
+                if transfer is not None and not transfer.stop:
+                    transfer.since = now
+
     def _transfer(self, name: str) -> _Transfer:
         now = time.monotonic()
         transfer = self._transfers.setdefault(name, _Transfer(now))

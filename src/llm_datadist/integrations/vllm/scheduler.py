@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from llm_datadist.integrations.vllm import params as contract
 from llm_datadist.integrations.vllm.logs import logger
 from llm_datadist.integrations.vllm.metadata import Address, Orders
-from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part
+from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part, Renewal
 from llm_datadist.integrations.vllm.worker_leases import SLOTS
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Scheduler:
         self._seen: dict[tuple[str, str], str] = {}
         """Which request came first for which KV, the latest last."""
         self._loading: set[str] = set()
-        self._waiting: dict[str, Remote] = {}
-        """Leases of others that are renewed until their request has been loaded."""
+        self._waiting: dict[str, Renewal] = {}
+        """What others keep for requests that have not been loaded yet."""
         self._renewed = 0.0
 
     def set_workers(self, metadata: Mapping[int, object]) -> None:
@@ -100,12 +100,18 @@ class Scheduler:
         if remote is not None and self._is_of(request, remote) and self._is_first(request.request_id, remote, params):
             self._remotes[request.request_id] = remote
             self._orders.links.append(remote)
+            name, seconds = _transfer(request, remote), remote.seconds
             if remote.lease is not None:
-                self._waiting[request.request_id] = remote
+                name, seconds = remote.lease.request, remote.lease.seconds
+            if seconds:
+                self._waiting[request.request_id] = Renewal(remote, name, seconds)
 
     def _is_of(self, request: Request, remote: Remote) -> bool:
-        """Whether it is the KV of this prompt: a client may send several in one request."""
-        same = not remote.digest or _digest(request, remote.tokens) in {"", remote.digest}
+        """Whether it is the KV of this prompt: a client may send several in one request.
+
+        One that the server has refused comes with another prompt, and only so that its KV is given back.
+        """
+        same = request.abort_immediately or not remote.digest or _digest(request, remote.tokens) in {"", remote.digest}
         if not same:
             logger.warning(
                 "Request %s is computed here: the KV that came with it is of another prompt", request.request_id
@@ -226,7 +232,7 @@ class Scheduler:
 
     def _renew(self, made: Orders) -> None:
         now = time.monotonic()
-        shortest = min(each.lease.seconds for each in self._waiting.values() if each.lease is not None)
+        shortest = min(each.seconds for each in self._waiting.values())
         if now - self._renewed >= shortest / _RENEWALS_PER_LEASE:
             self._renewed = now
             made.renewals.extend(self._waiting.values())
@@ -319,6 +325,8 @@ class Scheduler:
     def _described(self, **more: Any) -> Remote:
         if self._facts is None:
             raise RuntimeError("the workers have not registered their KV caches yet")
+        if self._options.mode == "push":
+            more["seconds"] = self._options.lease_seconds
         return contract.Remote(contract.VERSION, self._engine_id, self._facts, self._workers, **more)
 
     def _answer(self, remote: Remote) -> dict[str, Any]:

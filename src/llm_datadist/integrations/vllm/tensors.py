@@ -23,7 +23,7 @@ _TOKEN_MAJOR: Final = ("CPU_MLA",)
 """Attention backends whose pages are known to lie in the order of the tokens; those of CPU_ATTN do not."""
 
 
-def check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def check(config: VllmConfig, kv_cache_config: KVCacheConfig, mode: str) -> None:
     """Refuse what the connector cannot move.
 
     Raises:
@@ -34,6 +34,14 @@ def check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         if getattr(parallel, name, 1) != 1:
             text = f"LLMDataDistConnector needs {name}=1, but it is {getattr(parallel, name)}"
             raise ValueError(text)
+    balanced = parallel.data_parallel_index and not parallel.data_parallel_external_lb
+    if mode == "push" and balanced and config.kv_transfer_config.is_kv_producer:
+        text = (
+            "LLMDataDistConnector cannot push from one of several data-parallel engines behind one server, which says "
+            "where a request's KV comes from before one of them is chosen: use mode 'pull', or start a server for each "
+            "(decode engines may: their kv_role is kv_consumer)"
+        )
+        raise ValueError(text)
     for number, group in enumerate(kv_cache_config.transfer_groups):
         if type(group.kv_cache_spec) not in _KINDS:
             known = ", ".join(kind.__name__ for kind in _KINDS)

@@ -22,6 +22,8 @@ from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.integrations.vllm.worker_leases import SLOTS, Leases
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 _THREADS: Final = 16
 """Most that wait for peers at a time; they exist only once so many loads have run at a time."""
+_RENEWERS: Final = 16
+"""Most that wait at a time for an answer to a renewal, each for another worker."""
 _MAIL_TIMEOUT_MS: Final = 600_000
 _IDLE_WAIT_S: Final = 0.01
 """An engine that has nothing to compute waits so long for the end of a load or a lease, instead of going round: its
@@ -53,7 +57,7 @@ class Worker:
     """One rank. The engine's thread calls; loads and messages have threads of their own, which block and never poll."""
 
     def __init__(self, options: Options, config: VllmConfig, kv_cache_config: KVCacheConfig, rank: int) -> None:
-        tensors.check(config, kv_cache_config)
+        tensors.check(config, kv_cache_config, options.mode)
         self._options = options
         self._config = config
         self._kv_cache_config = kv_cache_config
@@ -61,6 +65,9 @@ class Worker:
         self._cluster_id = secrets.randbits(63) | 1
         self._dist: LLMDataDist | None = None
         self._pool = ThreadPoolExecutor(_THREADS, "llm-datadist-vllm")
+        self._renewers = ThreadPoolExecutor(_RENEWERS, "llm-datadist-vllm-renew")
+        """Threads of their own: a peer that is lost may keep all others busy for longer than a lease of another one."""
+        self._renewing: set[params.Worker] = set()
         self._leases = Leases()
         self._changed = threading.Condition()
         self._results = Results()
@@ -80,7 +87,9 @@ class Worker:
             for tensor in kv_caches.values():
                 tensor.zero_()  # as it is; but now all of its memory is there
         found = tensors.pages_of(kv_caches, self._config, self._kv_cache_config)
-        dist.init(self._options.generate(self._rank, len(kv_caches)))
+        parallel = self._config.parallel_config
+        number = parallel.data_parallel_index * parallel.tensor_parallel_size + self._rank
+        dist.init(self._options.generate(number, len(kv_caches)))
         self._dist = dist
         facts = tensors.facts(self._config, found)
         manager = dist.cache_manager
@@ -109,7 +118,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Stop; when this returns nothing touches the KV cache any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._renewers):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._dist is not None:
             self._dist.finalize()
 
@@ -136,8 +146,10 @@ class Worker:
             self._pool.submit(self._link, remote)
         for remote in orders.releases:
             self._pool.submit(self._puller.release, remote)
-        if orders.renewals:
-            self._pool.submit(self._puller.renew, orders.renewals)
+        for worker, names in self._puller.renewals(orders.renewals).items():
+            if worker not in self._renewing:
+                self._renewing.add(worker)
+                self._renewers.submit(self._renew, worker, names)
 
     def layer_done(self, layer: str) -> None:
         """The layer's KV of this step is final."""
@@ -201,6 +213,12 @@ class Worker:
                 self._peers.link(worker)
         except (UnreachableError, LLMException) as error:
             logger.debug("no link ahead of need: %s", error)
+
+    def _renew(self, worker: params.Worker, names: Sequence[str]) -> None:
+        try:
+            self._puller.renew(worker, names)
+        finally:
+            self._renewing.discard(worker)
 
     def _push_failed(self) -> None:
         with self._changed:
@@ -266,6 +284,7 @@ class Worker:
             self._pool.submit(self._arrivals.stopped, sender, message.transfer, message.reason)
         elif isinstance(message, Renew):
             self._leases.renew(message.requests)
+            self._pusher.renew(message.requests)
         elif isinstance(message, Done):
             known = self._leases.release(message.request, message.readers)
             with self._changed:

@@ -82,7 +82,7 @@ def load_everything() -> None:
         for each in pkgutil.walk_packages(llm_datadist.__path__, "llm_datadist.")
         if ".cli" not in each.name and ".integrations" not in each.name  # the latter import what is not installed here
     )
-    for name in (*names, "few_kit", "test_links", "test_faults", "encodings.ascii", "encodings.idna"):
+    for name in (*names, "short_kit", "test_links", "test_faults", "encodings.ascii", "encodings.idna"):
         if not name.endswith("__main__"):
             importlib.import_module(name)
 

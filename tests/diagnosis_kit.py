@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from cli_kit import run
-from few_kit import make_pair
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.cli.top.command import Watch, look_after
 from llm_datadist.cli.top.scrape import url_of
 from llm_datadist.net.address import text
 from peers import TIMEOUT_S, Peers
 from security_kit import SECRET
+from short_kit import make_pair
 from stopping import go_on, stop
 from test_cli_ping import OTHER_SECRET, old_version
 from test_cli_top import fail_once, keep_pulling, serve_metrics, stop_pulling

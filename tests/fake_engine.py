@@ -13,7 +13,7 @@ DEADLINE = Deadline.after(3600)
 """Of every transfer."""
 
 
-class FakeFew:
+class FakeShort:
     """No small transfer is known: all go the long way."""
 
     def pull(self, *_: Any) -> bool:
@@ -34,7 +34,7 @@ class FakeEngine:
         self.mem_status = MemStatus.OK
         self.listen_address: tuple[str, int] | None = ("127.0.0.1", 26000)
         self.closed = 0
-        self.few = FakeFew()
+        self.short = FakeShort()
         self._next_id = 0
 
     def _record(self, method: str, *args: Any) -> None:

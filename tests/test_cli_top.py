@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli_kit import MODULE, environment, line_with, run, running
-from few_kit import BLOCK_BYTES, TENSORS, attempt, make_pair
 from llm_datadist.cli.top.rates import quantile, rows
 from llm_datadist.cli.top.scrape import EndpointError, Snapshot, parse, url_of
 from net_helpers import WAIT_S
+from short_kit import BLOCK_BYTES, TENSORS, attempt, make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

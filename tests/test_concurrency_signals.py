@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from few_kit import SOURCE, blocks_of, make_pair
 from llm_datadist.net.workers import Workers
 from llm_datadist.paths.parallel import Checkpoint, run
 from net_helpers import soon
+from short_kit import SOURCE, blocks_of, make_pair
 from test_interruptions import STEPS, at_step, pull_within_pulls, split_from
 
 if TYPE_CHECKING:

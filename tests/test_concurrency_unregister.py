@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from few_kit import BLOCK_BYTES, BLOCKS, METHODS, MODELS, OK, TENSORS, attempt, sides_of, warm, watch
 from llm_datadist import LLMStatusCode
 from llm_datadist.memory import syscalls
 from llm_datadist.utils.deadline import Deadline
 from peers import GUARD, TIMEOUT_S, Node, Peer, Peers, close_off
+from short_kit import BLOCK_BYTES, BLOCKS, METHODS, MODELS, OK, TENSORS, attempt, sides_of, warm, watch
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

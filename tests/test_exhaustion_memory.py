@@ -25,7 +25,6 @@ from exhaustion_kit import (
     try_to_start,
 )
 from expect import expect
-from few_kit import with_caches as with_few_caches
 from llm_datadist import (
     CacheDesc,
     DataType,
@@ -33,6 +32,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from peers import Node, Peer, Peers
+from short_kit import with_caches as with_few_caches
 from test_links import pull_one, with_caches
 from test_permissions import transfer_all
 

@@ -89,9 +89,13 @@ def names(tensors: int) -> dict[str, Any]:
 def attempt(node: Node, method: str, tensors: int, cluster_id: int) -> LLMException:
     """In the child: the failure of a transfer between "mine" and the peer's cache."""
     blocks = names(tensors)
-    pull = getattr(node.manager, method)
+    return failure_of(node, method, cluster_id, blocks["src"], blocks["dst"], tensor_num_per_layer=1)
+
+
+def failure_of(node: Node, method: str, cluster_id: int, *args: Any, **kwargs: Any) -> LLMException:
+    """In the child."""
     try:
-        pull(BlocksCacheKey(cluster_id, 0), node.caches["mine"], blocks["src"], blocks["dst"], tensor_num_per_layer=1)
+        getattr(node.manager, method)(BlocksCacheKey(cluster_id, 0), node.caches["mine"], *args, **kwargs)
     except LLMException as error:
         return error
     message = "it did not fail"
@@ -145,6 +149,42 @@ def test_owner_killed_in_the_middle_of_a_pull(peers: Peers, paths: str, side: st
     assert error.bytes_done is not None
     assert 0 < error.bytes_done < tensors * BLOCKS * BLOCK_BYTES
     if tensors == 1:  # the second tensor comes after the first, so that no block has both halves before that
+        assert error.bytes_done == len(finished) * BLOCK_BYTES
+
+
+def attempt_again(node: Node, tensors: int) -> LLMException:
+    """In the child: the failure of a pull between caches that are known to fit; it must go the short way."""
+
+    def long_way(*_args: Any) -> None:
+        message = "it went the long way"
+        raise AssertionError(message)
+
+    node.manager._pull_blocks_request = long_way
+    blocks = names(tensors)
+    sources = dict(zip(blocks["dst"], blocks["src"], strict=True))
+    return failure_of(node, "pull_blocks", 1, list(sources.values()), list(sources))
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+@pytest.mark.parametrize(("paths", "side"), [("tcp", "owner"), ("process_vm", "client")])
+def test_a_later_pull_tells_what_is_finished_too(peers: Peers, paths: str, side: str, tensors: int) -> None:
+    """The same between caches that have been found to fit each other."""
+    owner, client = pair(peers, tensors, paths=paths)
+    source = owner.memory("mine")
+    client.call(pull_one)
+    held = owner if side == "owner" else client
+    held.call(hold_sends if side == "owner" else hold_copies)
+    running = client.begin(attempt_again, tensors)
+    assert held.call(wait_at_gate)
+    owner.process.kill()
+    if side == "client":
+        client.call(open_gate)
+    error = running.result(TIMEOUT_S)
+    finished = check_blocks(error, client, source)
+    assert (error.peer, error.operation, error.path, error.phase) == (1, "pull_blocks", paths, "transfer")
+    assert error.bytes_done is not None
+    assert 0 < error.bytes_done < tensors * BLOCKS * BLOCK_BYTES
+    if tensors == 1:
         assert error.bytes_done == len(finished) * BLOCK_BYTES
 
 

@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 
 from expect import expect
-from few_kit import (
+from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist.paths import one_sided, tcp
+from peers import GUARD, POISON, Node, Peers
+from short_kit import (
     BLOCKS,
     METHODS,
     MODELS,
@@ -32,9 +35,6 @@ from few_kit import (
     same,
     sides_of,
 )
-from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist.paths import one_sided, tcp
-from peers import GUARD, POISON, Node, Peers
 from stopping import go_on, stop
 
 if TYPE_CHECKING:
@@ -113,17 +113,21 @@ def interrupt_at_all_steps(node: Node, method: str, cluster_id: int, *args: Any,
         ("process_vm", "small"),
         ("process_vm", "some layers"),
         ("process_vm", "large"),
+        ("process_vm", "large, long way"),
         ("tcp", "small"),
         ("tcp", "some layers"),
         ("tcp", "large"),
+        ("tcp", "large, long way"),
     ],
 )
 def test_ctrl_c_at_any_step_leaves_nothing_behind(peers: Peers, path: str, method: str, size: str) -> None:
     """Neither here nor there; the next transfers succeed, and both sides can take their memory back."""
     client, server = make_pair(peers, path)
-    client.call(split_from, 1 if size == "large" else None)
-    layers = {"src_layer_range": range(1), "dst_layer_range": range(1)} if size == "some layers" else {}
-    blocks = list(range(BLOCKS))[::-1] if size == "large" else [3]
+    large = size.startswith("large")
+    client.call(split_from, 1 if large else None)
+    chosen = {"some layers": range(1), "large, long way": range(TENSORS // 2)}.get(size)
+    layers = {} if chosen is None else {"src_layer_range": chosen, "dst_layer_range": chosen}
+    blocks = list(range(BLOCKS))[::-1] if large else [3]
     assert 1 < client.call(interrupt_at_all_steps, method, 2, blocks, blocks[::-1], **layers) < STEPS
     sender, receiver = (server, client) if method == "pull_blocks" else (client, server)
     client.call(call_now, method, 2, list(range(BLOCKS)), list(range(BLOCKS)))

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from expect import expect
-from few_kit import BLOCKS, SOURCE, TARGET, blocks_of, make_pair
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -28,6 +27,7 @@ from llm_datadist.engine.notifications import MAX_BYTES, MAX_MESSAGES
 from loopback_kit import cluster
 from net_helpers import logged
 from peers import GUARD, TIMEOUT_S, Node
+from short_kit import BLOCKS, SOURCE, TARGET, blocks_of, make_pair
 from stopping import go_on, stop
 from test_mapped import BLOCKS as POOLED
 from test_mapped import allocate, allocated, make

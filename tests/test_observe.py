@@ -193,6 +193,23 @@ class TestRecorder:
         assert event.end_ns - event.start_ns >= MS
         assert abs(event.end_ns - before) < 60_000 * MS
 
+    def test_a_short_one_may_have_queued_too(self) -> None:
+        recorder, kept, metrics = Recorder(), Kept(), Metrics()
+        recorder.add(metrics)
+        recorder.add(kept)
+        deadline = Deadline.after(9, 9)
+        deadline.queued_s = MS / 1e9
+        recorder.short("pull_blocks", 4, "tcp", deadline, time.monotonic_ns() - 2 * MS, num_bytes=77)
+        (event,) = kept.transfers
+        queue, copy = event.steps
+        assert (queue.phase, copy.phase) == (Phase.QUEUE, Phase.COPY)
+        assert (queue.start_ns, queue.end_ns - queue.start_ns) == (event.start_ns, MS)
+        assert (queue.end_ns, copy.end_ns) == (copy.start_ns, event.end_ns)
+        assert family(metrics, "transfers").value(operation="pull_blocks", path="tcp", status=SUCCESS) == 1
+        phases = family(metrics, "transfer_phase_duration_seconds")
+        counts = [phases.value(operation="pull_blocks", phase=phase).count for phase in ("queue", "copy")]
+        assert counts == [1, 1]
+
     def test_a_small_transfer_counts_as_any_other(self) -> None:
         class ByEvents(Metrics):
             """Is told of events, as every observer but ``Metrics`` itself."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from few_kit import BLOCK_BYTES, TARGET, TENSORS, attempt, make_pair
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist.observe import Histogram, TraceFile, TransferLog
 from llm_datadist.observe.trace_file import join
+from short_kit import BLOCK_BYTES, BLOCKS, TARGET, TENSORS, attempt, make_pair
 from stopping import go_on, stop
 from until import until
 
@@ -79,7 +79,7 @@ def test_gauges_need_no_option(peers: Peers) -> None:
 
 def test_failures_are_counted_by_status(peers: Peers) -> None:
     client, _ = make_pair(peers, "process_vm", metrics=True)
-    outcome = client.call(attempt, "pull_blocks", 2, [64], [0])
+    outcome = client.call(attempt, "pull_blocks", 2, [BLOCKS], [0])
     assert outcome.status is LLMStatusCode.LLM_PARAM_INVALID
     seen = client.call(read, "transfers", {**of(""), "status": "LLM_PARAM_INVALID"})
     assert seen == 1

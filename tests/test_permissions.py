@@ -29,9 +29,9 @@ from confine_kit import (
     refuse_calls,
     set_dumpable,
 )
-from few_kit import METHODS, attempt, blocks_of, moved, same, sides_of, wipe, with_caches
 from llm_datadist import LLMStatusCode
 from peers import TIMEOUT_S, Node, Peer
+from short_kit import METHODS, attempt, blocks_of, moved, same, sides_of, wipe, with_caches
 from test_links import explain
 from test_mapped_faults import enter_pid_namespace
 from test_observe_engine import read

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from few_kit import METHODS, SOURCE, attempt, make_pair
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist.layout.spans import Runs, Spans
 from llm_datadist.memory.regions import RegionError, StaleEpochError, UnknownRegionError
@@ -27,6 +26,7 @@ from llm_datadist.wire import data, framing
 from llm_datadist.wire.data import MAX_SPANS, Greeting, Op, Request
 from net_helpers import WAIT_S, ended, receive, soon, tcp_pair
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Peers
+from short_kit import METHODS, SOURCE, attempt, make_pair
 from stopping import go_on, stop
 from tcp_kit import Owner, memory, owner
 

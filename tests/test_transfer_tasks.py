@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from expect import expect
-from few_kit import BLOCKS, SOURCE, TARGET, blocks_of, make_pair, moved, same
 from layerwise_kit import Ready, by_key, cache, engine_of
 from layerwise_kit import start as begin_layers
 from llm_datadist import (
@@ -29,6 +28,7 @@ from llm_datadist import (
 from llm_datadist.testing import Fault, FaultKind, Faults, faulty_path
 from manager_kit import ACCESSIBLE, BY_BLOCKS, BY_ID, manager
 from peers import GUARD, TIMEOUT_S, Node
+from short_kit import BLOCKS, SOURCE, TARGET, blocks_of, make_pair, moved, same
 from test_concurrency_forks import in_child
 from test_exit import start
 from waiting_kit import WAYS

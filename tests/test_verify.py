@@ -13,8 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expect import expect
-from few_kit import BLOCKS as FEW_BLOCKS
-from few_kit import METHODS, MODELS, OK, SOURCE, TARGET, attempt, blocks_of, moved, same, sides_of, watch, with_caches
 from llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
@@ -31,6 +29,8 @@ from llm_datadist.testing import loopback
 from llm_datadist.utils.deadline import Deadline
 from net_helpers import logged
 from peers import GUARD, TIMEOUT_S, Node, Peer, Peers, close_off
+from short_kit import BLOCKS as FEW_BLOCKS
+from short_kit import METHODS, MODELS, OK, SOURCE, TARGET, attempt, blocks_of, moved, same, sides_of, watch, with_caches
 from stopping import go_on, stop
 from test_interruptions import interrupt_at_all_steps, split_from
 

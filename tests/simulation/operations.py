@@ -183,7 +183,7 @@ class Caller:
 
         def work() -> None:
             deadline = engine.deadline()
-            if engine.few.pull(peer.cluster_id, SOURCE, target.cache_id, here, there, deadline):
+            if engine.short.pull(peer.cluster_id, SOURCE, target.cache_id, here, there, deadline):
                 return
             request = PullRequest(
                 "pull_blocks",
@@ -247,7 +247,7 @@ class Caller:
         def work() -> None:
             deadline = engine.deadline()
             plain = member.plan.remote_accessible
-            if plain and engine.few.push(peer.cluster_id, SINK, source.cache_id, here, there, deadline):
+            if plain and engine.short.push(peer.cluster_id, SINK, source.cache_id, here, there, deadline):
                 return
             request = PushRequest(
                 "push_blocks",

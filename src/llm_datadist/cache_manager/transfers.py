@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache.keys import AnyKey
     from llm_datadist.utils.deadline import Deadline
 
-    FewTransfer: TypeAlias = Callable[[int, int, int, list[int], list[int], Deadline], bool]
+    ShortTransfer: TypeAlias = Callable[[int, int, int, list[int], list[int], Deadline], bool]
 
 
 class Transfers(ManagerBase):
@@ -156,7 +156,7 @@ class Transfers(ManagerBase):
         """
         engine = self._engine
         deadline = engine.deadline()
-        if not kwargs and self._few(engine.few.pull, src_cache_key, dst_cache, dst_blocks, src_blocks, deadline):
+        if not kwargs and self._short(engine.short.pull, src_cache_key, dst_cache, dst_blocks, src_blocks, deadline):
             return
         request = self._pull_blocks_request(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
         self._live("pull_blocks").pull(request, deadline)
@@ -309,7 +309,7 @@ class Transfers(ManagerBase):
         if (
             whole
             and type(tensor_num_per_layer) is int
-            and self._few(engine.few.push, dst_cache_key, src_cache, src_blocks, dst_blocks, deadline)
+            and self._short(engine.short.push, dst_cache_key, src_cache, src_blocks, dst_blocks, deadline)
         ):
             return
         request = self._push_blocks_request(
@@ -355,10 +355,10 @@ class Transfers(ManagerBase):
         if has_work(request):
             self._live(request.operation).push(request, deadline)
 
-    def _few(
-        self, transfer: FewTransfer, key: object, cache: object, local: object, remote: object, deadline: Deadline
+    def _short(
+        self, transfer: ShortTransfer, key: object, cache: object, local: object, remote: object, deadline: Deadline
     ) -> bool:
-        """Try the short way of small transfers, which knows what fits; False if nothing was moved, nor refused.
+        """Try the short way of block transfers, which knows what fits; False if nothing was moved, nor refused.
 
         It gets copies of the lists: what it has checked must not change before it is used.
         """

@@ -17,13 +17,13 @@ from llm_datadist.engine.admission import Admission
 from llm_datadist.engine.catalogue import DuplicateKeyError, geometry_of
 from llm_datadist.engine.core import Core
 from llm_datadist.engine.errors import failure, invalid
-from llm_datadist.engine.few import FewTransfers
 from llm_datadist.engine.gauges import gauges
 from llm_datadist.engine.geometry_checks import check_addresses, check_room, check_spec
 from llm_datadist.engine.memory_report import MemoryReport
 from llm_datadist.engine.network import NetworkLinks
 from llm_datadist.engine.pools import Pools
 from llm_datadist.engine.requests import CacheKind, PullRequest, PushRequest
+from llm_datadist.engine.short import ShortTransfers
 from llm_datadist.engine.transfers import Transfers
 from llm_datadist.memory.huge_pages import advise
 from llm_datadist.memory.regions import RegionError
@@ -82,7 +82,7 @@ class Engine:
         self._undo_switching = switching.shorten(options.switch_interval_us)
         self._links: Links = loopback.LoopbackLinks(self._core) if alone else NetworkLinks(self._core)
         self._transfers = Transfers(self._core, self._links)
-        self.few: FewTransfers = FewTransfers(self._core, self._links)
+        self.short: ShortTransfers = ShortTransfers(self._core, self._links)
         self._timeout_s = options.sync_timeout_ms / 1000
         self._transfer_ids = itertools.count(int.from_bytes(secrets.token_bytes(7), "big") + 1)
         try:

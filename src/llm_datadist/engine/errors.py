@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.net.channel import ChannelClosedError, ReplyTimeoutError
 from llm_datadist.paths.base import (
@@ -16,6 +18,8 @@ from llm_datadist.paths.base import (
 from llm_datadist.status import EXCEPTIONS, LLMStatusCode, exception_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llm_datadist.engine.link import PeerLink
     from llm_datadist.status import LLMException
     from llm_datadist.utils.deadline import Deadline
@@ -112,3 +116,13 @@ def transfer_failure(
         failed.quiescent = error.quiescent
         failed.bytes_done = error.progress.bytes_done if error.progress is not None else None
     return failed
+
+
+def finished_blocks(error: Exception, ids: Sequence[int], size: int, *, local: bool) -> tuple[int, ...] | None:
+    """Which of the destination blocks, of ``size`` bytes, a transfer that failed has filled; None if not known.
+
+    ``local`` tells the side on which the destination is.
+    """
+    if not isinstance(error, PathError) or error.progress is None:
+        return None
+    return error.progress.finished_blocks(np.array(ids, dtype=np.int64), size, local=local)

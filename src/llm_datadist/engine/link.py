@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from llm_datadist.engine.few import Pairing
     from llm_datadist.engine.options import EngineOptions
+    from llm_datadist.engine.short import Pairing
     from llm_datadist.memory.devices import Devices
     from llm_datadist.net.address import Address
     from llm_datadist.net.channel import Channel

@@ -16,8 +16,7 @@ import numpy as np
 
 from llm_datadist.engine import notifications
 from llm_datadist.engine.compatibility import misfit, note_data_types
-from llm_datadist.engine.errors import failure, invalid, path_failure, transfer_failure
-from llm_datadist.engine.few import FewTransfers, few_name
+from llm_datadist.engine.errors import failure, finished_blocks, invalid, path_failure, transfer_failure
 from llm_datadist.engine.peer_catalogue import peer_cache
 from llm_datadist.engine.planning import (
     BlockIds,
@@ -28,6 +27,7 @@ from llm_datadist.engine.planning import (
     source_tensors,
 )
 from llm_datadist.engine.requests import BlocksKey, IdKey, PrefixKey, PullRequest, PushRequest
+from llm_datadist.engine.short import ShortTransfers, short_name
 from llm_datadist.engine.verify import Verifier
 from llm_datadist.layout.spans import LayoutError, Spans
 from llm_datadist.memory.devices import Devices
@@ -195,11 +195,11 @@ class Transfers:
                 if refreshed:
                     raise missing(request, f"cluster {request.cluster_id} has no cache for {key}") from error
             else:
-                name = few_name(key)
+                name = short_name(key)
                 if self._verifier is not None:
                     return  # the short way does not verify
                 if name is not None and request.src_blocks is not None and request.dst_blocks is not None:
-                    FewTransfers.remember(link, path, name, local, remote, catalogue.epoch)
+                    ShortTransfers.remember(link, path, name, local, remote, catalogue.epoch)
                 return
             old, refreshed = catalogue, True
             call.watch.enter(Phase.LOOKUP)
@@ -377,15 +377,12 @@ def _understood(cache: messages.CacheInfo, request: Request) -> PeerCache:
 
 def _finished_blocks(error: Exception, request: PullRequest | PushRequest, local: CacheEntry) -> tuple[int, ...] | None:
     """The destination blocks that a transfer which failed has filled, as far as that is known."""
-    if not isinstance(error, PathError) or error.progress is None or request.dst_blocks is None:
-        return None
-    pulled = isinstance(request, PullRequest)
-    size = local.geometry.stride
+    ids, size = request.dst_blocks, local.geometry.stride
     if isinstance(request, PushRequest) and request.src_blocks is None:
         size = request.dst_block_size
-    if not size:
+    if ids is None or not size:
         return None
-    return error.progress.finished_blocks(np.array(request.dst_blocks, dtype=np.int64), size, local=pulled)
+    return finished_blocks(error, ids, size, local=isinstance(request, PullRequest))
 
 
 def _refused(reply: messages.Body, request: Request, phase: str = "lookup") -> LLMException:

@@ -260,8 +260,8 @@ class NativeEngine:
         src_layers, dst_layers = selections.layers(src_range, dst_range) or (None, None)
         outof, into = selections.block_ids(src_blocks), selections.block_ids(dst_blocks)
         deadline = engine.deadline()
-        few = src_layers is None and remote_id > 0
-        if few and engine.few.pull(cluster_id, ~remote_id, cache_id, into, outof, deadline):
+        plain = src_layers is None and remote_id > 0
+        if plain and engine.short.pull(cluster_id, ~remote_id, cache_id, into, outof, deadline):
             return
         engine.pull(
             PullRequest(

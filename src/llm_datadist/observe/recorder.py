@@ -56,11 +56,10 @@ class Watch:
         if self._phase is None:
             return
         start, end = self._since + self._offset, now + self._offset
-        queued = min(int(self._deadline.queued_s * 1e9), end - start) if self._phase is Phase.COPY else 0
-        if queued:
-            self._deadline.queued_s = 0.0
-            self._steps.append(Step(Phase.QUEUE, start, start + queued))
-        self._steps.append(Step(self._phase, start + queued, end))
+        if self._phase is Phase.COPY:
+            self._steps += _copying(start, end, self._deadline)
+        else:
+            self._steps.append(Step(self._phase, start, end))
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
@@ -150,17 +149,18 @@ class Recorder:
         *,
         num_bytes: int = 0,
     ) -> None:
-        """A small transfer that began at ``begun_ns`` of the monotonic clock has ended: it is one step, a copy."""
+        """A transfer that began at ``begun_ns`` of the monotonic clock has ended: a copy, from its begin to its end."""
         now = time.monotonic_ns()
         event: Transfer | None = None
+        copied = not deadline.queued_s
         for observer in self.observers:
-            if type(observer) is Metrics:  # without an event, which costs more than all that is counted
+            if copied and type(observer) is Metrics:  # without an event, which costs more than all that is counted
                 observer.copied(operation, path, status, num_bytes, now - begun_ns)
                 continue
             if event is None:
                 offset = time.time_ns() - time.monotonic_ns()
-                step = Step(Phase.COPY, begun_ns + offset, now + offset)
-                ended = (step.start_ns, step.end_ns, (step,))
+                start, end = begun_ns + offset, now + offset
+                ended = (start, end, _copying(start, end, deadline))
                 event = Transfer(deadline.transfer_id, operation, peer, path, status, num_bytes, *ended)
             _tell(observer, event)
 
@@ -176,6 +176,15 @@ class Recorder:
                 observer.served(event)
             except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
                 log.error("an observer failed: %r", error)
+
+
+def _copying(start: int, end: int, deadline: Deadline) -> tuple[Step, ...]:
+    """The steps of a copy: before it, it may have waited for a connection."""
+    queued = min(int(deadline.queued_s * 1e9), end - start)
+    if not queued:
+        return (Step(Phase.COPY, start, end),)
+    deadline.queued_s = 0.0
+    return Step(Phase.QUEUE, start, start + queued), Step(Phase.COPY, start + queued, end)
 
 
 def _tell(observer: Observer, event: Transfer) -> None:

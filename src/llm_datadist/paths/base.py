@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from llm_datadist.layout.spans import Runs, Spans
+from llm_datadist.layout.spans import Spans, merge
 from llm_datadist.memory.devices import HOST_ONLY
 
 if TYPE_CHECKING:
@@ -163,16 +163,17 @@ class TensorPairs(NamedTuple):
 
 
 class Shortcut:
-    """Moves few equal pieces of the same tensors, again and again.
+    """Moves equal pieces of the same tensors, again and again.
 
     Of each tensor, the piece ``here[i]`` belongs to the piece ``there[i]`` of its counterpart, counted in pieces of
-    ``size`` bytes. Tensors times pieces are at most ``FEW``; destinations differ. Guarantees and errors are those of
-    ``Path``.
+    ``size`` bytes; destinations differ. Guarantees and errors are those of ``Path``.
     """
 
     def __init__(self, path: Path, pairs: TensorPairs) -> None:
         self._path = path
         self._pairs = pairs
+        self._bases, self._regions = np.array([pairs.bases, pairs.regions], dtype=np.uint64)
+        self._starts = np.zeros(len(pairs.bases), dtype=np.int64)
 
     def read(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
         """See ``Path.read``."""
@@ -183,15 +184,9 @@ class Shortcut:
         self._path.write(self._spans(size, here, there), deadline, self._pairs.epoch)
 
     def _spans(self, size: int, here: Sequence[int], there: Sequence[int]) -> Spans:
-        bases, regions, _, devices = self._pairs
         local, remote = np.array([here, there], dtype=np.int64) * size
-        return Spans(
-            bases=np.array(bases, dtype=np.uint64),
-            regions=np.array(regions, dtype=np.uint64),
-            starts=np.zeros(len(bases), dtype=np.int64),
-            runs=Runs(local, remote, np.full(len(local), size, dtype=np.int64)),
-            devices=devices,
-        )
+        runs = merge(local, remote, np.full(len(local), size, dtype=np.int64))
+        return Spans(self._bases, self._regions, self._starts, runs, self._pairs.devices)
 
 
 class Path(abc.ABC):
@@ -227,7 +222,7 @@ class Path(abc.ABC):
         """
 
     def shortcut(self, pairs: TensorPairs) -> Shortcut:
-        """A short way for small transfers between these tensors; a path that has a shorter one overrides it.
+        """A short way for transfers between these tensors; a path that has a shorter one overrides it.
 
         Raises:
             RegionError: one of the peer's is not registered (any more).

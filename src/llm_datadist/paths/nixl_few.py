@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist.memory.move import peeker
-from llm_datadist.paths.base import ConnectionLostError, Shortcut
+from llm_datadist.paths.base import FEW, ConnectionLostError, Shortcut
 from llm_datadist.paths.nixl_flight import Flight
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class OneRequest(Shortcut):
 
     def _move(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline, *, writing: bool) -> bool:
         path, tensors = self._nixl, self._tensors
-        if path.aborted or deadline.expired() or size * len(here) * len(tensors) >= _SHORT_BYTES:
+        spans = len(here) * len(tensors)
+        if spans > FEW or size * spans >= _SHORT_BYTES or path.aborted or deadline.expired():
             return False
         look = path.remote.borrow()
         if look is None:

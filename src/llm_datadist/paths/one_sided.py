@@ -238,7 +238,8 @@ class _OneCall(Shortcut):
         self, call: Callable[..., int], size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline
     ) -> bool:
         vm, view, sides = self._vm, self._vm.view, self._sides
-        if view.epoch != self._epoch or deadline.expired() or size * len(here) * len(sides) >= PARALLEL_BYTES:
+        spans = len(here) * len(sides)
+        if spans > FEW or size * spans >= PARALLEL_BYTES or view.epoch != self._epoch or deadline.expired():
             return False
         last = self._room - size
         ours: list[int] = []

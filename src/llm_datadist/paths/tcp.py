@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from llm_datadist.layout.progress import Progress
 from llm_datadist.memory import iovec
 from llm_datadist.paths.base import (
+    FEW,
     ConnectionLostError,
     Path,
     PathError,
@@ -192,7 +193,7 @@ class _OneExchange(Shortcut):
     def read(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
         """See ``Shortcut.read``."""
         few = FewPieces(self._pairs, size, here, there)
-        if few.total >= PARALLEL_BYTES:
+        if few.spans > FEW or few.total >= PARALLEL_BYTES:
             super().read(size, here, there, deadline)
         else:
             self._tcp.exchange_few(Op.READ, few, deadline)
@@ -200,7 +201,7 @@ class _OneExchange(Shortcut):
     def write(self, size: int, here: Sequence[int], there: Sequence[int], deadline: Deadline) -> None:
         """See ``Shortcut.write``."""
         few = FewPieces(self._pairs, size, here, there)
-        if few.total >= PARALLEL_BYTES:
+        if few.spans > FEW or few.total >= PARALLEL_BYTES:
             super().write(size, here, there, deadline)
         else:
             self._tcp.exchange_few(Op.WRITE, few, deadline)

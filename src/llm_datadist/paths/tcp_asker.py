@@ -48,9 +48,14 @@ class FewPieces(NamedTuple):
     there: Sequence[int]
 
     @property
+    def spans(self) -> int:
+        """Pieces in all tensors."""
+        return len(self.here) * len(self.pairs.bases)
+
+    @property
     def total(self) -> int:
         """Bytes of all pieces."""
-        return self.size * len(self.here) * len(self.pairs.bases)
+        return self.size * self.spans
 
 
 class Asker:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from few_kit import METHODS, MODELS, OK, PATHS, SOURCE, TARGET, Outcome, attempt, blocks_of, make_pair, same, sides_of
 from llm_datadist import LLMStatusCode
 from peers import POISON, TIMEOUT_S, Node, Peer, Peers
+from short_kit import METHODS, MODELS, OK, PATHS, SOURCE, TARGET, Outcome, attempt, blocks_of, make_pair, same, sides_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Small block transfers between peers, tried both ways, and where they went."""
+"""Block transfers between peers, tried both ways, and where they went."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OK = LLMStatusCode.LLM_SUCCESS
 METHODS = ("pull_blocks", "push_blocks")
 PATHS = ("inprocess", "process_vm", "tcp")
 TENSORS = 4
-BLOCKS = 64
+BLOCKS = 96
 BLOCK_BYTES = 80
 SOURCE, TARGET = "source", "target"
 MODELS = {SOURCE: 0, TARGET: 1}
@@ -44,9 +44,9 @@ class Outcome(NamedTuple):
 
 def watch(node: Node) -> None:
     """In the child: take notes of which transfers go the short way, and let tests forbid it."""
-    few = node.manager._engine.few
+    way = node.manager._engine.short
     for method in ("pull", "push"):
-        real = getattr(few, method)
+        real = getattr(way, method)
 
         def noted(*args: Any, real: Any = real) -> bool:
             if node.extra["forbid"]:
@@ -54,7 +54,7 @@ def watch(node: Node) -> None:
             node.extra["short"] = real(*args)
             return bool(node.extra["short"])
 
-        setattr(few, method, noted)
+        setattr(way, method, noted)
     node.extra["forbid"] = False
 
 

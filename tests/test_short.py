@@ -1,4 +1,4 @@
-"""Small block transfers after a first one: the same bytes and the same errors as the first one would give."""
+"""Block transfers after a first one: the same bytes and the same errors as the first one would give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from few_kit import (
+from llm_datadist import BlocksCacheKey, LayerSynchronizer, LLMStatusCode, TransferWithCacheKeyConfig
+from llm_datadist.engine.short import MOST_BLOCKS
+from llm_datadist.paths.base import FEW
+from peers import POISON, Node, Peer, Peers
+from short_kit import (
     BLOCK_BYTES,
     BLOCKS,
     METHODS,
@@ -27,9 +31,6 @@ from few_kit import (
     same,
     wipe,
 )
-from llm_datadist import BlocksCacheKey, LayerSynchronizer, LLMStatusCode, TransferWithCacheKeyConfig
-from llm_datadist.paths.base import FEW
-from peers import POISON, Node, Peer, Peers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +86,10 @@ def both_ways(
     return first, later
 
 
+LARGEST = FEW // TENSORS
+"""Blocks up to which a path may plan with plain ints."""
 GOOD = st.integers(0, BLOCKS - 1)
+PAIR = st.tuples(GOOD, GOOD)
 ODD = st.sampled_from(
     [
         -1,
@@ -109,7 +113,7 @@ ODD = st.sampled_from(
 @st.composite
 def lists(draw: st.DrawFn) -> tuple[Any, Any]:
     """Two block lists: mostly good ones, some of them with a flaw."""
-    pairs = draw(st.lists(st.tuples(GOOD, GOOD), max_size=24))
+    pairs = draw(st.lists(PAIR, max_size=24) | st.lists(PAIR, min_size=LARGEST - 1, max_size=BLOCKS))
     sides: list[Any] = [[pair[side] for pair in pairs] for side in (0, 1)]
     at = draw(st.integers(0, 1))
     flaw = draw(st.sampled_from([None, None, None, "element", "length", "kind", "distinct", "distinct"]))
@@ -124,12 +128,11 @@ def lists(draw: st.DrawFn) -> tuple[Any, Any]:
     return sides[0], sides[1]
 
 
-def is_small_and_plain(method: str, src: Any, dst: Any) -> bool:
+def is_plain(src: Any, dst: Any) -> bool:
     """Whether these lists belong on the short way."""
     return (
         type(src) is type(dst) is list
-        and len(src) == len(dst)
-        and 0 < TENSORS * len(src) <= FEW
+        and 0 < len(src) == len(dst)
         and all(type(each) is int and 0 <= each < BLOCKS for each in [*src, *dst])
         and len(set(dst)) == len(dst)
     )
@@ -141,10 +144,7 @@ def is_small_and_plain(method: str, src: Any, dst: Any) -> bool:
 def test_a_later_call_is_like_a_first_one(pair: Pair, method: str, given_lists: tuple[Any, Any], swap: bool) -> None:
     first, later = both_ways(pair, method, *given_lists, swap=swap)
     assert not first.short
-    assert later.short == is_small_and_plain(method, *given_lists)
-
-
-LARGEST = FEW // TENSORS
+    assert later.short == is_plain(*given_lists)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -153,7 +153,9 @@ LARGEST = FEW // TENSORS
     [
         ([3], [7], None),
         (list(range(LARGEST)), list(range(LARGEST))[::-1], None),
-        ([*range(LARGEST), 0], [*range(LARGEST), 5], None),  # one too many
+        (list(range(LARGEST + 1)), list(range(LARGEST + 1))[::-1], None),
+        (list(range(3, BLOCKS)), list(range(BLOCKS - 3)), None),
+        ([*range(LARGEST), 0], [*range(LARGEST), 5], None),
         ([1, 2, 3, 4], [6, 6, 7, 6], None),
         ([1, 1, 1], [6, 7, 8], None),
         ((1, 2), [3, 4], None),
@@ -253,6 +255,20 @@ def test_caches_of_different_block_size_do_not_become_a_pair(pair: Pair) -> None
     outcome = pair.client.call(attempt, "push_blocks", 2, [5], [5], model_id=model)
     assert same(before, pair.server.memory("small"))
     assert outcome.status is PI
+
+
+def test_very_many_blocks_go_the_long_way(pair: Pair) -> None:
+    """Where they are planned in less time; and the last that do not."""
+    model, blocks = 9, MOST_BLOCKS + 1
+    for peer in (pair.client, pair.server):
+        peer.call("register_blocks", "wide", TENSORS, blocks, BLOCK_BYTES, model_id=model, seed=peer.cluster_id)
+    source = blocks_of(pair.server, "wide")
+    for count, short in ((1, False), (MOST_BLOCKS, True), (blocks, False)):
+        src, dst = list(range(count))[::-1], list(range(0, count, 2)) + list(range(1, count, 2))
+        expected = moved(source, blocks_of(pair.client, "wide"), src, dst)
+        outcome = pair.client.call(attempt, "pull_blocks", 2, src, dst, cache="wide", model_id=model)
+        assert outcome == Outcome(None, None, "", short)
+        assert same(blocks_of(pair.client, "wide"), expected)
 
 
 def test_models_are_told_apart(pair: Pair) -> None:

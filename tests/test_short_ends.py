@@ -1,4 +1,4 @@
-"""What must end a pairing of caches that small transfers know: nothing moves by knowledge that has become wrong."""
+"""What must end a pairing of caches that the short way knows: nothing moves by knowledge that has become wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from few_kit import (
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMStatusCode
+from llm_datadist.engine.link import Link
+from llm_datadist.memory import syscalls
+from peers import TIMEOUT_S, Node, Peer, Peers
+from short_kit import (
     BLOCK_BYTES,
     BLOCKS,
     METHODS,
@@ -36,10 +40,6 @@ from few_kit import (
     watch,
     with_caches,
 )
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMStatusCode
-from llm_datadist.engine.link import Link
-from llm_datadist.memory import syscalls
-from peers import TIMEOUT_S, Node, Peer, Peers
 
 PI = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -11,9 +11,9 @@ import threading
 import numpy as np
 import pytest
 
-from few_kit import BLOCK_BYTES, BLOCKS, METHODS, MODELS, OK, PATHS, SOURCE, TARGET, TENSORS, sides_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMStatusCode
 from peers import GUARD, POISON, TIMEOUT_S, Arena, Node, Peer, Peers
+from short_kit import BLOCK_BYTES, BLOCKS, METHODS, MODELS, OK, PATHS, SOURCE, TARGET, TENSORS, sides_of
 
 THREADS = 3
 ROUNDS = 12

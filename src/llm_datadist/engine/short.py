@@ -1,4 +1,4 @@
-"""The short way of small block transfers.
+"""The short way of block transfers.
 
 Most of what a transfer looks up and checks is the same the next time: which two caches, whether they fit each other,
 where their tensors are. After a transfer has succeeded that is kept with the link, and a later one between the same two
@@ -12,7 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from llm_datadist.engine.errors import path_failure
+from llm_datadist.engine.errors import finished_blocks, path_failure
 from llm_datadist.engine.requests import BlocksKey, IdKey
 from llm_datadist.memory.devices import Devices
 from llm_datadist.memory.regions import RegionError
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from llm_datadist.utils.deadline import Deadline
 
 
+MOST_BLOCKS: Final = 512
+"""That are looked at one by one; the long way looks at more of them at once, which is then quicker."""
 _PER_LAYER: Final = 2
 """Tensors of a layer, unless a push says otherwise; then it goes the long way."""
 
@@ -55,9 +57,9 @@ class Pairing(NamedTuple):
         return blocks * self.block_bytes * self.tensors
 
     def fits(self, local_ids: Sequence[int], remote_ids: Sequence[int], *, pull: bool) -> bool:
-        """Whether these are good block pairs, few, no destination twice; and for a push the tensors whole layers."""
+        """Whether these are good block pairs, no destination twice; and for a push the tensors whole layers."""
         count = len(local_ids)
-        if count != len(remote_ids) or not 0 < count * self.tensors <= FEW or not (pull or self.whole_layers):
+        if count != len(remote_ids) or not 0 < count <= MOST_BLOCKS or not (pull or self.whole_layers):
             return False
         for here, there in zip(local_ids, remote_ids, strict=True):
             if type(here) is not int or type(there) is not int:
@@ -67,15 +69,15 @@ class Pairing(NamedTuple):
         return count == 1 or len(set(local_ids if pull else remote_ids)) == count
 
 
-def few_name(key: Key) -> int | None:
+def short_name(key: Key) -> int | None:
     """What a pairing is kept under: a model id, or the complement of a cache id of the peer; None for other keys."""
     if isinstance(key, BlocksKey):
         return key.model_id
     return ~key.cache_id if isinstance(key, IdKey) and key.cache_id > 0 else None
 
 
-class FewTransfers:
-    """Runs small block transfers of one engine between caches that are known to fit. Thread-safe."""
+class ShortTransfers:
+    """Runs block transfers of one engine between caches that are known to fit. Thread-safe."""
 
     def __init__(self, core: Core, links: Links) -> None:
         self._catalogue = core.catalogue
@@ -121,7 +123,7 @@ class FewTransfers:
         remote_ids: Sequence[int],
         deadline: Deadline,
     ) -> bool:
-        """``pull_blocks`` from a peer's blocks cache (``few_name``), all tensors; False if it must go the long way.
+        """``pull_blocks`` from a peer's blocks cache (``short_name``), all tensors; False if it must go the long way.
 
         Raises:
             LLMException: the transfer failed.
@@ -176,6 +178,8 @@ class FewTransfers:
         except (PathError, ChannelClosedError) as error:
             operation = "pull_blocks" if pull else "push_blocks"
             failed = path_failure(error, operation, link, pairing.path.name, deadline)
+            destination = local_ids if pull else remote_ids
+            failed.finished_blocks = finished_blocks(error, destination, pairing.block_bytes, local=pull)
             if begun:
                 self._recorder.short(operation, cluster_id, pairing.path.name, deadline, begun, failed.status_code.name)
             raise failed from error

@@ -246,15 +246,19 @@ def test_p_hands_over_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch)
         assert f"prefill engine {prefill.url} hands over no KV of request " in line_with(route.process, "[WARNING]")
 
 
-def test_several_prompts(engines: Engines) -> None:
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], ["a", "a", "a"]])
+def test_several_prompts(engines: Engines, prompt: list[Any]) -> None:
+    """P has an answer for each that it gets, which is the first; D gets them all."""
     with pulling(engines) as (route, prefill, [decode]):
         answer = prefill.behave
+        got = []
 
         async def behave(leg: Leg) -> web.StreamResponse:
+            got.append(leg.body["prompt"])
             leg.body["prompt"] = PROMPT_IDS
             found = await answer(leg)
             text = json.loads(found.text)  # type: ignore[attr-defined]
-            text["choices"] *= 2
+            text["choices"] *= len(got[-1])
             found.text = json.dumps(text)  # type: ignore[attr-defined]
             return found
 
@@ -262,8 +266,9 @@ def test_several_prompts(engines: Engines) -> None:
             return await decode.answer(leg)
 
         prefill.behave, decode.behave = behave, whatever
-        assert route.post({**STREAM, "prompt": ["a", "b"]}).status == 200
-        assert next_leg(decode).body["prompt"] == ["a", "b"]
+        assert route.post({**STREAM, "prompt": prompt}).status == 200
+        assert got == [prompt[:1]]
+        assert next_leg(decode).body["prompt"] == prompt
 
 
 def test_the_reason_is_logged(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

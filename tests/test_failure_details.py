@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
+from llm_datadist.engine import short
 from llm_datadist.engine.service import CacheService
 from llm_datadist.paths import one_sided, process_vm
 from llm_datadist.paths.tcp_stream import Stream
@@ -17,6 +18,7 @@ from peers import GUARD, POISON, TIMEOUT_S, Node
 from stopping import go_on, stop
 
 if TYPE_CHECKING:
+    from llm_datadist.observe.events import Served, Transfer
     from peers import Peer, Peers
 
 OK = LLMStatusCode.LLM_SUCCESS
@@ -152,17 +154,37 @@ def test_owner_killed_in_the_middle_of_a_pull(peers: Peers, paths: str, side: st
         assert error.bytes_done == len(finished) * BLOCK_BYTES
 
 
-def attempt_again(node: Node, tensors: int) -> LLMException:
-    """In the child: the failure of a pull between caches that are known to fit; it must go the short way."""
+class Kept:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+
+    def transfer(self, event: Transfer) -> None:
+        """See ``Observer``."""
+        self.transfers.append(event)
+
+    def served(self, event: Served) -> None:
+        """See ``Observer``."""
+
+
+def attempt_again(node: Node, tensors: int) -> tuple[LLMException, list[Transfer]]:
+    """In the child: the failure of a pull between caches that are known to fit; it must go the short way.
+
+    And what observers are told of it.
+    """
 
     def long_way(*_args: Any) -> None:
         message = "it went the long way"
         raise AssertionError(message)
 
     node.manager._pull_blocks_request = long_way
+    short.MOST_BLOCKS = 2 * BLOCKS
     blocks = names(tensors)
     sources = dict(zip(blocks["dst"], blocks["src"], strict=True))
-    return failure_of(node, "pull_blocks", 1, list(sources.values()), list(sources))
+    kept = Kept()
+    node.datadist.observe(kept)
+    return failure_of(node, "pull_blocks", 1, list(sources.values()), list(sources)), kept.transfers
 
 
 @pytest.mark.parametrize("tensors", [1, 2])
@@ -179,9 +201,11 @@ def test_a_later_pull_tells_what_is_finished_too(peers: Peers, paths: str, side:
     owner.process.kill()
     if side == "client":
         client.call(open_gate)
-    error = running.result(TIMEOUT_S)
+    error, (event,) = running.result(TIMEOUT_S)
     finished = check_blocks(error, client, source)
     assert (error.peer, error.operation, error.path, error.phase) == (1, "pull_blocks", paths, "transfer")
+    assert (event.status, event.path) == (error.status_code.name, paths)
+    assert event.num_bytes == tensors * BLOCKS * BLOCK_BYTES
     assert error.bytes_done is not None
     assert 0 < error.bytes_done < tensors * BLOCKS * BLOCK_BYTES
     if tensors == 1:

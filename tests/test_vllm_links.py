@@ -12,6 +12,7 @@ from llm_datadist.integrations.vllm import pushes
 from llm_datadist.integrations.vllm.messages import Renew
 from llm_datadist.integrations.vllm.orders import Hold, Load, Open, Part, Renewal
 from llm_datadist.integrations.vllm.params import Lease
+from llm_datadist.status import LLMTimeoutError
 from until import until
 from vllm_kit import LAYERS, LEASE, OURS, THEIRS, TOKENS, Rank, two_ranks
 
@@ -158,6 +159,21 @@ def test_many_leases_are_renewed_in_messages_that_fit(pair: tuple[Rank, Rank]) -
     ((worker, asked),) = decode.puller.renewals(waiting).items()
     decode.puller.renew(worker, asked)
     until(lambda: got == names)
+
+
+def test_a_worker_that_does_not_answer_is_asked_once_a_round(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    asked: list[int] = []
+
+    def lost(cluster_id: int, _: Message) -> None:
+        asked.append(cluster_id)
+        raise LLMTimeoutError("late", peer=cluster_id)
+
+    monkeypatch.setattr(decode.peers, "send", lost)
+    decode.puller.renew(prefill.remote().workers[0], [str(n) for n in range(3000)])
+    assert asked == [prefill.cluster_id]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -237,6 +237,14 @@ def test_what_waits_is_kept(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     assert half.step({}, {"r": 0}, 1).renewals == []
 
 
+def test_nothing_is_kept_at_an_engine_that_does_not_fit_and_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "push")
+    other = remote(seconds=30.0)
+    other["facts"]["model"] = "another"
+    half.arrive("r", {"do_remote_prefill": True, "transfer_id": "t", KEY: other})
+    assert half.step({}, {}, 0).renewals == []
+
+
 def test_a_prefill_engine_that_pushes_says_how_long_it_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, seconds in (("push", 30.0), ("pull", 0.0)):
         half = Half(monkeypatch, mode)

@@ -77,14 +77,24 @@ def invalid(operation: str, context: str, *, peer: int | None = None, hint: str 
 
 
 def path_failure(
-    error: Exception, operation: str, link: PeerLink, path: str | None, deadline: Deadline
+    error: Exception,
+    operation: str,
+    link: PeerLink,
+    path: str | None,
+    deadline: Deadline,
+    done: tuple[int, ...] | None,
 ) -> LLMException:
-    """The exception for an error of a path; it tells the end of the link from that of one data connection."""
+    """The exception for an error of a path; it tells the end of the link from that of one data connection.
+
+    ``done`` are its ``finished_blocks``.
+    """
     if isinstance(error, ConnectionLostError) and link.ends(deadline):
         gone = PeerGoneError(f"the link ended: {error}", quiescent=error.quiescent)
         gone.progress = error.progress
-        return transfer_failure(gone, operation, link.cluster_id, path, deadline)
-    return transfer_failure(error, operation, link.cluster_id, path, deadline)
+        error = gone
+    failed = transfer_failure(error, operation, link.cluster_id, path, deadline)
+    failed.finished_blocks = done
+    return failed
 
 
 def transfer_failure(

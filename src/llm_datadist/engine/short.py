@@ -17,6 +17,8 @@ from llm_datadist.engine.requests import BlocksKey, IdKey
 from llm_datadist.memory.devices import Devices
 from llm_datadist.memory.regions import RegionError
 from llm_datadist.net.channel import ChannelClosedError
+from llm_datadist.observe.events import SUCCESS
+from llm_datadist.observe.recorder import status_of
 from llm_datadist.paths.base import FEW, OutOfReachError, PathDeniedError, PathError, TensorPairs
 
 if TYPE_CHECKING:
@@ -161,6 +163,7 @@ class ShortTransfers:
         pairing = link.pairings.get((name, cache_id))
         if pairing is None or not pairing.fits(local_ids, remote_ids, pull=pull):
             return False
+        operation = "pull_blocks" if pull else "push_blocks"
         begun = time.monotonic_ns() if self._recorder.observers else 0
         local, shortcut = pairing.local, pairing.shortcut
         ticket = deadline  # an object that no other transfer has
@@ -174,14 +177,17 @@ class ShortTransfers:
             (shortcut.read if pull else shortcut.write)(pairing.block_bytes, local_ids, remote_ids, deadline)
         except (RegionError, PathDeniedError):
             link.pairings.pop((name, cache_id), None)
+            deadline.queued_s = 0.0
             return False
-        except (PathError, ChannelClosedError) as error:
-            operation = "pull_blocks" if pull else "push_blocks"
-            failed = path_failure(error, operation, link, pairing.path.name, deadline)
-            destination = local_ids if pull else remote_ids
-            failed.finished_blocks = finished_blocks(error, destination, pairing.block_bytes, local=pull)
-            if begun:
-                self._recorder.short(operation, cluster_id, pairing.path.name, deadline, begun, failed.status_code.name)
+        except BaseException as error:
+            failed: BaseException = error
+            if isinstance(error, (PathError, ChannelClosedError)):
+                destination = local_ids if pull else remote_ids
+                done = finished_blocks(error, destination, pairing.block_bytes, local=pull)
+                failed = path_failure(error, operation, link, pairing.path.name, deadline, done)
+            self._tell(pairing, operation, cluster_id, len(local_ids), deadline, begun, status_of(failed))
+            if failed is error:
+                raise
             raise failed from error
         finally:
             try:
@@ -193,6 +199,20 @@ class ShortTransfers:
                     link.end(ticket)
                     self._catalogue.let_go(local, ticket)
         if begun:
-            operation, size = "pull_blocks" if pull else "push_blocks", pairing.num_bytes(len(local_ids))
-            self._recorder.short(operation, cluster_id, pairing.path.name, deadline, begun, num_bytes=size)
+            self._tell(pairing, operation, cluster_id, len(local_ids), deadline, begun)
         return True
+
+    def _tell(
+        self,
+        pairing: Pairing,
+        operation: str,
+        cluster_id: int,
+        blocks: int,
+        deadline: Deadline,
+        begun: int,
+        status: str = SUCCESS,
+    ) -> None:
+        """Tell the observers that a transfer has ended, if there were any when it began."""
+        if begun:
+            size = pairing.num_bytes(blocks)
+            self._recorder.short(operation, cluster_id, pairing.path.name, deadline, begun, status, num_bytes=size)

@@ -315,9 +315,8 @@ class Transfers:
                         self._verifier.confirm(link, request.operation, name, spans, deadline)
                     return path
         except (PathError, ChannelClosedError) as error:
-            failed = path_failure(error, request.operation, link, name, deadline)
-            failed.finished_blocks = _finished_blocks(error, request, call.local)
-            raise failed from error
+            done = _finished_blocks(error, request, call.local)
+            raise path_failure(error, request.operation, link, name, deadline, done) from error
         except RegionError as error:
             if isinstance(error, (StaleEpochError, UnknownRegionError)) and not deadline.expired():
                 raise

@@ -69,7 +69,7 @@ class Watch:
     ) -> None:
         now = time.monotonic_ns()
         self._end_step(now)
-        status = SUCCESS if kind is None else getattr(getattr(error, "status_code", None), "name", _OTHER)
+        status = SUCCESS if error is None else status_of(error)
         self._recorder.transfer(
             Transfer(
                 transfer_id=self._deadline.transfer_id,
@@ -176,6 +176,11 @@ class Recorder:
                 observer.served(event)
             except Exception as error:  # noqa: BLE001 - an observer must not break what it observes
                 log.error("an observer failed: %r", error)
+
+
+def status_of(error: BaseException) -> str:
+    """What a failed transfer's status is called."""
+    return getattr(getattr(error, "status_code", None), "name", _OTHER)
 
 
 def _copying(start: int, end: int, deadline: Deadline) -> tuple[Step, ...]:

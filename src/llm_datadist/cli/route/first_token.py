@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from llm_datadist.cli.route.messages import prompts
+
 if TYPE_CHECKING:
     from llm_datadist.cli.route.messages import Fields
 
@@ -106,6 +108,8 @@ def wishes(body: bytes, fields: Fields) -> Wishes | str:
             continue
         if name not in _NEUTRAL or value != _NEUTRAL[name]:
             return f"it has {name}"
+    if len(prompts(fields)) > 1:
+        return "it has several prompts"
     if not 0 <= found.min_tokens <= found.tokens:
         return "min_tokens is out of range"
     return found if found.tokens > 1 else "it wants no more than one token"
@@ -228,7 +232,7 @@ def first_token(fields: Fields, wishes: Wishes, body: bytes, context: int) -> Fi
     prompt, tokens = choice.prompt_token_ids or [], choice.token_ids or []
     owned = answer.kv_transfer_params and answer.kv_transfer_params.llm_datadist
     obstacles = (
-        (len(answer.choices) != 1, "it has several prompts"),
+        (len(answer.choices) != 1, "the prefill engine has not given one answer"),
         (choice.finish_reason != "length" or len(tokens) != 1 or not prompt, "the answer may end with it"),
         (not choice.text or _UNREADABLE in choice.text, "it is no text by itself"),
         (any(_may_begin(stop, choice.text) for stop in wishes.stops), "a text of stop may begin with it"),

@@ -32,8 +32,8 @@ _HOP_BY_HOP: Final = (
 _OF_THE_CLIENT_S_BODY: Final = ("Content-Encoding", "Content-Length", "Expect", "Host")
 _NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "use_beam_search")
 """The last would have vLLM answer without ``kv_transfer_params``."""
-_SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
-"""How the value of ``prompt`` begins where it is a list of prompts."""
+_LIST_OF_PROMPTS: Final = re.compile(rb'\s*\[\s*["\[]')
+"""How the value of ``prompt`` begins where it is one."""
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 
@@ -51,14 +51,20 @@ def parse_fields(body: bytes) -> Fields:
         raise ValueError(message) from None
 
 
+def prompts(fields: Fields) -> list[msgspec.Raw]:
+    """Those of a completion that has a list of them; else none."""
+    given = fields.get("prompt", b"")
+    return msgspec.json.decode(given, type=list[msgspec.Raw]) if _LIST_OF_PROMPTS.match(given) else []
+
+
 def prefill_body(
     fields: Fields, transfer_id: str | None = None, *, chat: bool, more: Mapping[str, Any] | None = None
 ) -> bytes:
     """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept."""
     leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     leg |= {"stream": _FALSE, "max_tokens": _ONE}
-    if _SEVERAL.match(fields.get("prompt", b"")):  # only the first one's KV can be handed over
-        leg["prompt"] = msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw])[:1]
+    if several := prompts(fields):  # only the first one's KV can be handed over
+        leg["prompt"] = several[:1]
     if chat or "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = _ONE
     if "n" in leg:

@@ -128,11 +128,12 @@ class Puller:
         return found
 
     def renew(self, worker: Worker, names: Sequence[str]) -> None:
-        """Ask a worker to keep the blocks of requests that still wait; a failure is logged."""
+        """Ask a worker to keep the blocks of requests that still wait; a failure is logged, and ends it."""
         for at in range(0, len(names), _RENEWED_AT_ONCE):
-            self._tell(worker, Renew(tuple(names[at : at + _RENEWED_AT_ONCE])))
+            if not self._tell(worker, Renew(tuple(names[at : at + _RENEWED_AT_ONCE]))):
+                return
 
-    def _tell(self, worker: Worker, message: Done | Renew) -> None:
+    def _tell(self, worker: Worker, message: Done | Renew) -> bool:
         try:
             self._side.peers.send(self._side.peers.link(worker), message)
         except UnreachableError as error:
@@ -143,3 +144,6 @@ class Puller:
             requests = message.requests if isinstance(message, Renew) else (message.request,)
             what = f"{type(message).__name__} of request {requests[0]}, {len(requests)} in all"
             logger.warning("A prefill worker was not told %s: its leases end in their own time: %s", what, error)
+        else:
+            return True
+        return False

@@ -103,7 +103,7 @@ class Scheduler:
             name, seconds = _transfer(request, remote), remote.seconds
             if remote.lease is not None:
                 name, seconds = remote.lease.request, remote.lease.seconds
-            if seconds:
+            if seconds and (remote.lease is not None or not self._misfit(remote)):
                 self._waiting[request.request_id] = Renewal(remote, name, seconds)
 
     def _is_of(self, request: Request, remote: Remote) -> bool:

@@ -198,8 +198,7 @@ class ShortTransfers:
                 finally:
                     link.end(ticket)
                     self._catalogue.let_go(local, ticket)
-        if begun:
-            self._tell(pairing, operation, cluster_id, len(local_ids), deadline, begun)
+        self._tell(pairing, operation, cluster_id, len(local_ids), deadline, begun)
         return True
 
     def _tell(

@@ -58,11 +58,7 @@ def test_both_legs_run_at_once(engines: Engines) -> None:
             {**PROMPT, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "min_tokens": 4, "seed": 7},
             {"stream": False, "stream_options": None, "n": 1, "min_tokens": None, "max_tokens": 1},
         ),
-        (
-            "/v1/completions",
-            {**PROMPT, "use_beam_search": True, "n": 2},
-            {"stream": False, "use_beam_search": None, "n": 1, "max_tokens": 1},
-        ),
+        ("/v1/completions", {**PROMPT, "use_beam_search": False}, {"stream": False, "max_tokens": 1}),
         *(
             ("/v1/completions", {**PROMPT, "prompt": prompt}, {"stream": False, "max_tokens": 1, "prompt": first})
             for prompt, first in (
@@ -72,6 +68,11 @@ def test_both_legs_run_at_once(engines: Engines) -> None:
                 ("[[1]]", "[[1]]"),
                 ([], []),
             )
+        ),
+        (
+            "/v1/completions",
+            {"prompt_embeds": ["AA==", "BB=="]},
+            {"stream": False, "max_tokens": 1, "prompt_embeds": ["AA=="]},
         ),
         ("/v1/chat/completions", CHAT, {"stream": False, "max_tokens": 1, "max_completion_tokens": 1}),
         (
@@ -94,6 +95,21 @@ def test_what_each_leg_is_told(engines: Engines, path: str, body: dict[str, Any]
     assert first.body == {name: value for name, value in expected.items() if value is not None}
     take = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer, "llm_datadist": CONNECTOR}
     assert second.body == {**body, "kv_transfer_params": take}
+
+
+@pytest.mark.parametrize(
+    ("own", "given"), [("mine", True), ("", False), ("two\nlines", False), (3, False), (None, False)]
+)
+def test_a_request_may_have_its_own_id(engines: Engines, own: object, given: bool) -> None:
+    """As with one engine: its answers have the id of the body where there is none in the headers."""
+    prefill, decode = engines.prefill(), engines.decode()
+    with routing([prefill], [decode]) as route:
+        route.post({**PROMPT, "request_id": own})
+        route.post({**PROMPT, "request_id": own}, headers={"X-Request-Id": "of the header"})
+    for engine in (prefill, decode):
+        first, second = (engine.legs.get(timeout=WAIT_S).request.headers["X-Request-Id"] for _ in range(2))
+        assert (first == own) == given
+        assert second == "of the header"
 
 
 def test_transfer_ids_differ(engines: Engines) -> None:

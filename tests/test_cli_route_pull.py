@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from route_kit import Engine, Engines, Leg, Route
 
-ASKED = {**PROMPT, "max_tokens": 4}
+ASKED = {**PROMPT, "max_tokens": 4, "temperature": 0}
 STREAM = {**ASKED, "stream": True}
 BEHIND = [*PROMPT_IDS, 21]
 """The prompt, and the first token behind it."""
@@ -80,6 +80,7 @@ def test_the_first_token_comes_before_d_answers(engines: Engines) -> None:
         {"stream_options": {"include_usage": True}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True},
         {"prompt": PROMPT_IDS, "stop": ["fish", "bone"], "min_tokens": 2, "n": 1, "echo": False, "logprobs": None},
+        {"temperature": 0.7, "top_k": 1, "repetition_penalty": 1.1},
         {"max_tokens": 2, "presence_penalty": 0.0, "best_of": 1, "response_format": {"type": "text"}, "seed": None},
     ],
 )
@@ -106,12 +107,12 @@ def test_answers_are_those_of_a_single_engine(engines: Engines, more: dict[str, 
 def test_tokens_when_none_are_asked_for(engines: Engines) -> None:
     """The 16 that vLLM takes are one less for D."""
     with pulling(engines) as (route, _, [decode]):
-        route.post({"model": "m", "prompt": "long ago"})
+        route.post({"model": "m", "prompt": "long ago", "temperature": 0})
     assert next_leg(decode).body["max_tokens"] == 15
 
 
 def test_other_values_are_passed_on_byte_for_byte(engines: Engines) -> None:
-    odd = b'{"model": "m", "prompt": "a", "max_tokens": 3, "temperature": 1.10e0, "user": "\\ud83d\\ude00"}'
+    odd = b'{"model": "m", "prompt": "a", "max_tokens": 3, "temperature": 0.0e0, "user": "\\ud83d\\ude00"}'
     raw: list[bytes] = []
     with pulling(engines) as (route, prefill, [decode]):
         for engine in (prefill, decode):
@@ -124,7 +125,7 @@ def test_other_values_are_passed_on_byte_for_byte(engines: Engines) -> None:
             engine.behave = behave
         assert route.post(odd).status == 200
     for leg in raw:
-        assert b"1.10e0" in leg
+        assert b'"temperature":0.0e0' in leg
         assert b'"\\ud83d\\ude00"' in leg
 
 
@@ -138,6 +139,8 @@ def test_other_values_are_passed_on_byte_for_byte(engines: Engines) -> None:
         {"max_tokens": 0},
         {"max_tokens": "4"},
         {"max_tokens": 62},
+        {"temperature": None},
+        {"temperature": 0.7, "top_k": 2},
         {"min_tokens": 5},
         {"min_tokens": None},
         {"n": 2},
@@ -280,7 +283,111 @@ def test_the_reason_is_logged(engines: Engines, monkeypatch: pytest.MonkeyPatch)
     assert "request mine: the first token is the decode engine's: it has seed" in line
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_beam_search_is_d_s_alone(engines: Engines, mode: str) -> None:
+    """VLLM loads no KV for it."""
+    prefill, decode = engines.prefill(), engines.decode()
+    with routing([prefill], [decode], "--mode", mode) as route:
+        for body in ({**ASKED, "use_beam_search": True, "n": 2}, {**CHAT, "use_beam_search": True}):
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            assert route.post(body, path).status == 200
+            assert next_leg(decode).body == body
+    assert prefill.legs.empty()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": False, "stream_options": {"include_usage": True}},
+        {"n": None},
+        {"min_tokens": None},
+    ],
+)
+def test_p_is_shown_what_d_would_refuse(engines: Engines, more: dict[str, Any]) -> None:
+    with pulling(engines) as (route, prefill, [decode]):
+
+        async def behave(_: Leg) -> web.StreamResponse:
+            return web.json_response({"no": "such"}, status=400)
+
+        prefill.behave = behave
+        assert route.post({**ASKED, **more}).status == 400
+    body = next_leg(prefill).body
+    assert {name: body[name] for name in more} == more
+    assert decode.legs.empty()
+
+
 # ---------------------------------------------------------------- failures
+
+
+def failure(message: str, code: int) -> bytes:
+    """What vLLM sends when it fails in the middle of a stream."""
+    return b"data: " + json.dumps({"error": {"message": message, "code": code}}).encode() + b"\n\n"
+
+
+def failing(message: str, code: int) -> Any:
+    """A D that says in its stream that it has failed; its HTTP status is 200 all the same."""
+
+    async def behave(leg: Leg) -> web.StreamResponse:
+        response = await leg.stream()
+        await response.write(failure(message, code) + b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    return behave
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 1}])
+def test_d_fails_at_the_begin_of_its_stream(engines: Engines, more: dict[str, Any]) -> None:
+    """Another one is tried, as after HTTP 500, also behind P's first token."""
+    body = {**STREAM, **more}
+    with pulling(engines, decode_count=2) as (route, _, several):
+        several[0].behave = failing("no KV", 500)
+        assert decoded(route.post(body).body) == events(body, created=9 if more else 5)
+        next_leg(several[0])
+        next_leg(several[1])
+
+
+def test_d_fails_at_the_begin_of_its_stream_and_there_is_no_other(engines: Engines) -> None:
+    with pulling(engines) as (route, _, [decode]):
+        decode.behave = failing("no KV", 500)
+        reply = route.post({**STREAM, "seed": 1})
+        assert (reply.status, reply.error) == (502, f"decode engine {decode.url} has failed: no KV")
+        assert route.metric("requests_total")['outcome="failed"'] == 1
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(500, "failed"), (400, "finished")])
+def test_d_fails_later_in_its_stream(engines: Engines, code: int, outcome: str) -> None:
+    """The client has the event; the operator learns of it if it is not the client's fault."""
+    body = {**STREAM, "seed": 1}
+    begun = encoded(events(body, created=9)[:1])
+    with pulling(engines) as (route, _, [decode]):
+        seen = engines.gate()
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            response = await leg.stream()
+            await response.write(begun)
+            await seen.passed()
+            await response.write(failure("no KV", code))
+            await response.write_eof()
+            return response
+
+        decode.behave = behave
+        with contextlib.closing(route.begin(body)) as client:
+            response = client.getresponse()
+            assert response.readline().startswith(b"data: ")
+            seen.open()
+            assert b'"no KV"' in response.read()
+        until(lambda: route.metric("requests_total")[f'outcome="{outcome}"'] == 1)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_nothing_is_computed_for_a_d_that_is_not_there(engines: Engines, chat: bool) -> None:
+    """Nor kept."""
+    with pulling(engines) as (route, prefill, [decode]):
+        decode.stop()
+        body, path = (CHAT, "/v1/chat/completions") if chat else ({**ASKED, "seed": 1}, "/v1/completions")
+        assert route.post(body, path).status == 503
+    assert prefill.legs.empty()
 
 
 @pytest.mark.parametrize("stream", [True, False])

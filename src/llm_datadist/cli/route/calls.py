@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from aiohttp import web
 
 from llm_datadist.cli.route.engines import Answer, EngineError
-from llm_datadist.cli.route.messages import end_to_end, error_body
+from llm_datadist.cli.route.messages import end_to_end, error_body, failure_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,6 +137,16 @@ class Legs(Protocol):
         """End what still runs."""
 
 
+async def decode(call: Call, body: bytes) -> web.StreamResponse:
+    """Run D's leg alone. See :class:`Legs`."""
+    leg = DecodeLeg(call.decode)
+    with call.decode.busy():
+        try:
+            return await leg.relay(call, await leg.open(call, body))
+        finally:
+            leg.close()
+
+
 class DecodeLeg:
     """D's answer, from its first byte on."""
 
@@ -156,7 +166,16 @@ class DecodeLeg:
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or (call.reply and status != HTTPStatus.OK):
             raise self.engine.failed(await self.engine.read(self.response))
         self.first = await self.engine.next_chunk(self.response)
+        if error := self._failure_in(self.first):
+            raise error
         return self.response
+
+    def _failure_in(self, chunk: bytes) -> EngineError | None:
+        """What D says of its own failure in a stream, whose HTTP status is 200 all the same."""
+        if self.response is None or self.response.content_type != EVENTS:
+            return None
+        reason = failure_in(chunk)
+        return EngineError(self.engine, f"has failed: {reason}", HTTPStatus.BAD_GATEWAY) if reason else None
 
     async def relay(self, call: Call, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass it on as it comes; if it breaks off, the client's does, too.
@@ -178,6 +197,7 @@ class DecodeLeg:
                 chunk = await self.engine.next_chunk(answer)
             except EngineError as error:
                 return await call.break_off(reply, error)
+            call.problem = call.problem or self._failure_in(chunk)
         if rest:
             await reply.write(rest.end())
         await reply.response.write_eof()

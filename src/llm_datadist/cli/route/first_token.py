@@ -81,6 +81,8 @@ class Wishes(msgspec.Struct):
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -89,6 +91,11 @@ class Wishes(msgspec.Struct):
     def tokens(self) -> int:
         """How many are wanted."""
         return _MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest: one that is drawn must not be drawn again if it does not please."""
+        return self.temperature == 0 or self.top_k == 1
 
     @property
     def stops(self) -> list[str]:
@@ -108,6 +115,8 @@ def wishes(body: bytes, fields: Fields) -> Wishes | str:
             continue
         if name not in _NEUTRAL or value != _NEUTRAL[name]:
             return f"it has {name}"
+    if not found.greedy:
+        return "its tokens are drawn: temperature is not 0"
     if len(prompts(fields)) > 1:
         return "it has several prompts"
     if not 0 <= found.min_tokens <= found.tokens:

@@ -30,10 +30,12 @@ _HOP_BY_HOP: Final = (
     "Upgrade",
 )
 _OF_THE_CLIENT_S_BODY: Final = ("Content-Encoding", "Content-Length", "Expect", "Host")
-_NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "use_beam_search")
-"""The last would have vLLM answer without ``kv_transfer_params``."""
+_PROMPTS: Final = ("prompt", "prompt_embeds")
 _LIST_OF_PROMPTS: Final = re.compile(rb'\s*\[\s*["\[]')
-"""How the value of ``prompt`` begins where it is one."""
+"""How the value of one of these begins where it is one."""
+_ERROR_EVENT: Final = re.compile(rb'(?:\A|\n\n)data: (\{"error":.*)')
+_MOST_OF_A_MESSAGE: Final = 300
+_ID: Final = re.compile(r"[!-~]{1,256}")
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 
@@ -51,23 +53,41 @@ def parse_fields(body: bytes) -> Fields:
         raise ValueError(message) from None
 
 
-def prompts(fields: Fields) -> list[msgspec.Raw]:
+def prompts(fields: Fields, name: str = "prompt") -> list[msgspec.Raw]:
     """Those of a completion that has a list of them; else none."""
-    given = fields.get("prompt", b"")
+    given = fields.get(name, b"")
     return msgspec.json.decode(given, type=list[msgspec.Raw]) if _LIST_OF_PROMPTS.match(given) else []
+
+
+def _value(fields: Fields, name: str) -> object:
+    """What a field says; None also if it is not there."""
+    return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def is_for_decode_alone(fields: Fields) -> bool:
+    """Whether it is one for which vLLM loads no KV: for beam search."""
+    return bool(_value(fields, "use_beam_search"))
 
 
 def prefill_body(
     fields: Fields, transfer_id: str | None = None, *, chat: bool, more: Mapping[str, Any] | None = None
 ) -> bytes:
-    """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept."""
-    leg: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
+    """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept.
+
+    What D will refuse P refuses, too, before it has computed the prompt for nothing.
+    """
+    leg: dict[str, Any] = dict(fields)
+    if _value(fields, "stream"):
+        leg.pop("stream_options", None)
+    if _value(fields, "min_tokens") is not None:
+        del leg["min_tokens"]
     leg |= {"stream": _FALSE, "max_tokens": _ONE}
-    if several := prompts(fields):  # only the first one's KV can be handed over
-        leg["prompt"] = several[:1]
+    for name in _PROMPTS:
+        if several := prompts(fields, name):  # only the first one's KV can be handed over
+            leg[name] = several[:1]
     if chat or "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = _ONE
-    if "n" in leg:
+    if _value(fields, "n") is not None:
         leg["n"] = _ONE
     leg |= more or {}
     params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -163,18 +183,33 @@ def error_body(status: int, message: str) -> bytes:
 
 class _Error(msgspec.Struct):
     message: str
+    code: int | str | None = None
 
 
 class _ErrorAnswer(msgspec.Struct):
     error: _Error
 
 
-def error_message(answer: bytes, most: int = 300) -> str:
+def error_message(answer: bytes) -> str:
     """What an engine's error says: its message, or how the body begins."""
     try:
-        return msgspec.json.decode(answer, type=_ErrorAnswer).error.message[:most]
+        return msgspec.json.decode(answer, type=_ErrorAnswer).error.message[:_MOST_OF_A_MESSAGE]
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return " ".join(answer[:most].decode(errors="replace").split())
+        return " ".join(answer[:_MOST_OF_A_MESSAGE].decode(errors="replace").split())
+
+
+def failure_in(events: bytes) -> str | None:
+    """What an engine says in a stream of its own failure (5xx), None if it does not.
+
+    Of a piece of the stream that begins with an event. No text can look like one: JSON has no line ends in it.
+    """
+    found = _ERROR_EVENT.search(events)
+    try:
+        error = msgspec.json.decode(found[1], type=_ErrorAnswer).error if found else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    failed = error and isinstance(error.code, int) and error.code >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return error.message[:_MOST_OF_A_MESSAGE] if error and failed else None
 
 
 def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -186,11 +221,13 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return passed
 
 
-def request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """What engines get of the client's headers; with a new id of the request if it has none."""
+def request_headers(headers: CIMultiDictProxy[str], fields: Fields | None = None) -> CIMultiDict[str]:
+    """What engines get of the client's headers; with an id of the request, that of its fields, or a new one."""
     passed = end_to_end(headers)
     for name in _OF_THE_CLIENT_S_BODY:
         passed.popall(name, None)
     passed["Accept-Encoding"] = "identity"  # P's answer is read here, and an error may be added to D's
-    passed[REQUEST_ID] = headers.get(REQUEST_ID) or uuid.uuid4().hex
+    own = _value(fields or {}, "request_id")
+    given = own if isinstance(own, str) and _ID.fullmatch(own) else uuid.uuid4().hex
+    passed[REQUEST_ID] = headers.get(REQUEST_ID) or given
     return passed

@@ -5,10 +5,17 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.cli.route.calls import EVENTS, DecodeLeg
+from llm_datadist.cli.route.calls import EVENTS, decode
 from llm_datadist.cli.route.engines import EngineError
 from llm_datadist.cli.route.first_token import first_token, wishes
-from llm_datadist.cli.route.messages import description_in, is_leased, params_in, prefill_body, pull_body
+from llm_datadist.cli.route.messages import (
+    description_in,
+    is_for_decode_alone,
+    is_leased,
+    params_in,
+    prefill_body,
+    pull_body,
+)
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
@@ -26,16 +33,14 @@ class PullLegs:
 
     async def attempt(self, call: Call) -> web.StreamResponse:
         """Run both; D's answer goes to the client. See :class:`~llm_datadist.cli.route.calls.Legs`."""
-        if call.first:  # D has failed behind it: what is left is a new request, because the KV may have been freed
+        await call.decode.context(call.headers)  # before P computes a prompt for a D that cannot be reached
+        if is_for_decode_alone(call.fields):
+            params: Fields = {}
+        elif call.first:  # D has failed behind it: what is left is a new request, because the KV may have been freed
             params = _params_in(call, await _ask(call, {}))
         else:
             params = await _prefill(call)
-        leg = DecodeLeg(call.decode)
-        with call.decode.busy():
-            try:
-                return await leg.relay(call, await leg.open(call, pull_body(call.fields, params)))
-            finally:
-                leg.close()
+        return await decode(call, pull_body(call.fields, params))
 
     async def close(self) -> None:
         """Nothing runs beside the handlers of requests."""

@@ -6,9 +6,9 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.cli.route.calls import DecodeLeg, Outcome
+from llm_datadist.cli.route.calls import DecodeLeg, Outcome, decode
 from llm_datadist.cli.route.engines import EngineError
-from llm_datadist.cli.route.messages import decode_body, prefill_body
+from llm_datadist.cli.route.messages import decode_body, is_for_decode_alone, prefill_body, pull_body
 from llm_datadist.utils import log
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class PushLegs:
 
     async def attempt(self, call: Call) -> web.StreamResponse:
         """Run both; D's answer goes to the client. See :class:`~llm_datadist.cli.route.calls.Legs`."""
+        if is_for_decode_alone(call.fields):
+            return await decode(call, pull_body(call.fields, {}))
         transfer_id = uuid.uuid4().hex
         leg = DecodeLeg(call.decode)
         with call.decode.busy():

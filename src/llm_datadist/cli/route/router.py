@@ -39,7 +39,7 @@ class Router:
         except ValueError as error:
             self.outcomes[Outcome.REFUSED] += 1
             return error_response(HTTPStatus.BAD_REQUEST, str(error))
-        headers = request_headers(request.headers)
+        headers = request_headers(request.headers, fields)
         call = Call(
             request=request,
             body=body,

@@ -74,7 +74,7 @@ def prefill_body(
 ) -> bytes:
     """What P gets: the same prompt, for one token, whose KV cache is pushed under the transfer id, or kept.
 
-    What D will refuse P refuses, too, before it has computed the prompt for nothing.
+    ``stream_options`` without a stream and null where vLLM allows none stay, so that P refuses them before it computes.
     """
     leg: dict[str, Any] = dict(fields)
     if _value(fields, "stream"):

@@ -33,26 +33,28 @@ class PullLegs:
 
     async def attempt(self, call: Call) -> web.StreamResponse:
         """Run both; D's answer goes to the client. See :class:`~llm_datadist.cli.route.calls.Legs`."""
-        await call.decode.context(call.headers)  # before P computes a prompt for a D that cannot be reached
+        context = await call.decode.context(call.headers)  # before P computes a prompt for a D that cannot be reached
         if is_for_decode_alone(call.fields):
             params: Fields = {}
         elif call.first:  # D has failed behind it: what is left is a new request, because the KV may have been freed
             params = _params_in(call, await _ask(call, {}))
         else:
-            params = await _prefill(call)
+            params = await _prefill(call, context)
         return await decode(call, pull_body(call.fields, params))
 
     async def close(self) -> None:
         """Nothing runs beside the handlers of requests."""
 
 
-async def _prefill(call: Call) -> Fields:
-    """The first leg: what P tells D, after its first token has gone to the client where that is possible."""
+async def _prefill(call: Call, context: int) -> Fields:
+    """The first leg: what P tells D, after its first token has gone to the client where that is possible.
+
+    ``context`` is how many tokens D takes for one request.
+    """
     wanted = "it is a chat" if call.chat else wishes(call.body, call.fields)
     if isinstance(wanted, str):
         _tell(call, wanted)
         return _params_in(call, await _ask(call, {}))
-    context = await call.decode.context(call.headers)
     answer = await _ask(call, {"return_token_ids": True, **({"min_tokens": 1} if wanted.min_tokens else {})})
     params = _params_in(call, answer)
     found = first_token(call.fields, wanted, answer.body, context)

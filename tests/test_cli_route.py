@@ -262,7 +262,18 @@ def test_large_bodies(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"no json", b"[1]", b'{"prompt": ', b'{"a": ' + b"[" * 200_000, b'{"\xff": 1}', b"1"]
+    "body",
+    [
+        b"",
+        b"no json",
+        b"[1]",
+        b'{"prompt": ',
+        b'{"a": ' + b"[" * 200_000,
+        b'{"\xff": 1}',
+        b"1",
+        b'{"n": 1e999}',
+        b'{"request_id": "\xff"}',
+    ],
 )
 def test_bodies_that_are_no_object(engines: Engines, body: bytes) -> None:
     prefill, decode = engines.prefill(), engines.decode()

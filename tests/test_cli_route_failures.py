@@ -363,6 +363,26 @@ def test_timeout_of_a_leg(engines: Engines, slow: str) -> None:
     assert decode.legs.qsize() + other.legs.qsize() == 1
 
 
+def test_a_client_that_does_not_read(engines: Engines) -> None:
+    """It does not keep the decode engine's connection for longer than a leg may take."""
+    prefill, decode = engines.prefill(), engines.decode()
+
+    async def behave(leg: Leg) -> web.StreamResponse:
+        response = await leg.stream()
+        while True:
+            await response.write(bytes(1 << 20))
+
+    decode.behave = behave
+    with (
+        routing([prefill], [decode], "--timeout", "1") as route,
+        contextlib.closing(route.begin(STREAM)),
+    ):
+        decode.legs.get(timeout=WAIT_S)
+        decode.gone.get(timeout=WAIT_S)
+        until(lambda: route.metric("requests_total")['outcome="cancelled"'] == 1)
+        assert set(route.metric("legs_in_flight").values()) == {0}
+
+
 @contextlib.contextmanager
 def dropping(engine: Engine) -> Iterator[None]:
     """In place of the engine one whose backlog is full: the kernel drops what comes, as a firewall does."""

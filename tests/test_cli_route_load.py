@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from llm_datadist.cli.route import engines as behind
 from llm_datadist.cli.route.engines import Engine as Behind
-from llm_datadist.cli.route.engines import Pool, Role, open_session
+from llm_datadist.cli.route.engines import EngineError, Pool, Role, open_session
 from llm_datadist.cli.route.push import PushLegs
 from llm_datadist.cli.route.router import Router
 from llm_datadist.cli.route.server import application
@@ -25,8 +29,6 @@ from until import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import pytest
 
     from route_kit import Engine, Engines, Leg
 
@@ -115,6 +117,67 @@ def test_an_engine_that_refuses_is_passed_over(engines: Engines, monkeypatch: py
             assert {pool.choose() for _ in range(2)} == {good, away}
 
     asyncio.run(look())
+
+
+def test_connections_that_are_refused_together_count_once(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst of requests does not make the rest of an engine longer; later ones do."""
+    monkeypatch.setattr(behind, "time", SimpleNamespace(monotonic=lambda: now))
+    now, decode = 100.0, engines.decode()
+    decode.stop()
+
+    async def look() -> None:
+        nonlocal now
+        async with open_session(WAIT_S) as session:
+            away = Behind(Role.DECODE, decode.url, session)
+            for rest in (0.5, 1.0, 2.0):
+                await asyncio.gather(*(away.check() for _ in range(10)))
+                now += rest - 0.01
+                assert away.resting
+                now += 0.02
+                assert not away.resting
+
+    asyncio.run(look())
+
+
+def test_a_failed_description_keeps_no_request(engines: Engines) -> None:
+    """Requests that were waiting for it may be large."""
+    prefill = engines.prefill()
+    prefill.stop()
+
+    async def ask(away: Behind) -> weakref.ref[Request]:
+        request = Request()
+        with pytest.raises(EngineError, match="Connection refused"):
+            await request.describe(away)
+        return weakref.ref(request)
+
+    async def look() -> None:
+        async with open_session(WAIT_S) as session:
+            away = Behind(Role.PREFILL, prefill.url, session)
+            asked = await asyncio.gather(*(ask(away) for _ in range(10)))
+            gc.collect()
+            assert [each() for each in asked] == [None] * 10
+
+    asyncio.run(look())
+
+
+class Request:
+    """One whose frame is among those of the failure."""
+
+    async def describe(self, engine: Behind) -> bytes:
+        return await engine.describe(CIMultiDict({"X-Request-Id": "1"}))
+
+
+def test_tls_failures_are_told(engines: Engines) -> None:
+    """OpenSSL's numbers are not those of the system."""
+    decode = engines.decode()
+
+    async def look() -> str | None:
+        async with open_session(WAIT_S) as session:
+            return await Behind(Role.DECODE, decode.url.replace("http:", "https:"), session).check()
+
+    problem = asyncio.run(look())
+    assert problem
+    assert problem.startswith("cannot be reached: [SSL: ")
 
 
 def test_one_that_is_alone_is_tried_whenever_there_is_a_request(engines: Engines) -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from cli_kit import line_with
 from llm_datadist.cli.route.first_token import FirstToken, first_token, wishes
-from route_kit import PROMPT, routing
+from route_kit import PROMPT, WAIT_S, routing
 from route_model import LEASE, PROMPT_IDS, decoded, encoded, events, prefills, whole
 from route_pull_kit import ASKED, BEHIND, CHAT, STREAM, TAKE, next_leg, pulling
+from until import until
 
 if TYPE_CHECKING:
     from route_kit import Engines, Leg
@@ -221,6 +222,31 @@ def test_p_hands_over_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch)
         assert next_leg(decode).body == STREAM
         assert route.process
         assert f"prefill engine {prefill.url} hands over no KV of request " in line_with(route.process, "[WARNING]")
+
+
+def test_requests_that_wait_for_p_are_spread_over_d(engines: Engines) -> None:
+    """Each counts at its D from the begin: else all that come while P computes would go to the same one."""
+    with pulling(engines, decode_count=2) as (route, prefill, several):
+        answer, gate = prefill.behave, engines.gate()
+
+        async def behave(leg: Leg) -> web.StreamResponse:
+            await gate.passed()
+            return await answer(leg)
+
+        async def hold(leg: Leg) -> web.StreamResponse:
+            await gate.passed()
+            return await several[0].answer(leg)
+
+        busy = several[0]
+        busy.behave = hold
+        first = route.clients.submit(route.post, {**STREAM, "use_beam_search": True})  # D's alone
+        next_leg(busy)
+        prefill.behave = behave
+        pending = [route.clients.submit(route.post, STREAM) for _ in range(7)]
+        until(lambda: prefill.legs.qsize() == 7)
+        gate.open()
+        assert [each.result(WAIT_S).status for each in (first, *pending)] == [200] * 8
+        assert [each.legs.qsize() for each in several] == [3, 4]
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], ["a", "a", "a"]])

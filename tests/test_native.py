@@ -206,6 +206,20 @@ def test_pull_and_push(linked: tuple[Member, Member]) -> None:
     assert np.array_equal(there.memory[3, 6], here.memory[3, 4])
 
 
+def test_what_is_known_of_caches_that_are_gone_is_not_kept(linked: tuple[Member, Member]) -> None:
+    """A peer's new cache has a new id; a link may live for weeks."""
+    here, there = linked
+    engine: Any = here.engine
+    pairings = engine._engine._core.table.get(2).pairings
+    for _ in range(10):
+        status, cache_id = there.register()
+        assert status == Code.LLM_SUCCESS
+        for _ in range(2):
+            assert here.engine.pull_blocks((2, cache_id, 0), 1, [1], [1]) == Code.LLM_SUCCESS
+        assert len(pairings) == 1
+        assert there.engine.unregister(cache_id) == Code.LLM_SUCCESS
+
+
 def test_refused_transfers(linked: tuple[Member, Member]) -> None:
     engine = linked[0].engine
     wrong, missing = Code.LLM_PARAM_INVALID, Code.LLM_KV_CACHE_NOT_EXIST

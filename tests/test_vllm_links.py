@@ -145,7 +145,9 @@ def test_nothing_is_kept_of_a_push_that_both_sides_have_given_up(pair: tuple[Ran
     assert prefill.pusher._transfers == {}
 
 
-def test_many_leases_are_renewed_in_messages_that_fit(pair: tuple[Rank, Rank]) -> None:
+@pytest.mark.parametrize(("count", "given"), [(3000, 32), (300, 250), (20, 8000), (3, 40_000), (20, 2)])
+def test_many_leases_are_renewed_in_messages_that_fit(pair: tuple[Rank, Rank], count: int, given: int) -> None:
+    """However long the ids are that clients give their requests."""
     prefill, decode = pair
     got: list[str] = []
 
@@ -154,7 +156,7 @@ def test_many_leases_are_renewed_in_messages_that_fit(pair: tuple[Rank, Rank]) -
         got.extend(message.requests)
 
     prefill.got = note  # type: ignore[method-assign]
-    names = [f"cmpl-{n:032x}-0-{n:08x}" for n in range(3000)]
+    names = [f"cmpl-{str(n) * given:.{given}}-0-{n:08x}" for n in range(count)]
     waiting = [Renewal(prefill.remote([], Lease(name, 1, "a", 30.0)), name, 30.0) for name in names]
     ((worker, asked),) = decode.puller.renewals(waiting).items()
     decode.puller.renew(worker, asked)

@@ -37,10 +37,10 @@ class Cache:
 class Half:
     """The scheduler's half."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: str, *specs: Spec) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: str, *specs: Spec, **steps: bool) -> None:
         module = vllm_stand_in.load("scheduler", monkeypatch)
         self.cache = Cache(*specs)
-        self.made = module.Scheduler(Options(mode=mode), "engine", self.cache)
+        self.made = module.Scheduler(Options(mode=mode), "engine", self.cache, **steps)
         address = vllm_stand_in.load("metadata", monkeypatch).Address
         module.Address = address
         self.made.set_workers({0: address(Worker("b", "127.0.0.1", 1), FACTS)})
@@ -259,3 +259,40 @@ def test_a_prefill_engine_tells_of_which_prompt_its_kv_is(monkeypatch: pytest.Mo
     request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 4 * SIZE
     _, answer = half.made.finished(request, ([1, 2, 3, 4],))
     assert answer[KEY]["digest"] == digest(range(4 * SIZE))
+
+
+@pytest.mark.parametrize(
+    ("steps", "waits"),
+    [
+        ({}, [False, True, True, False, True]),
+        ({"overlapping": True}, [False, False, True, False, False]),
+        ({"lockstep": True}, [False] * 5),
+    ],
+)
+def test_workers_wait_only_where_nobody_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, steps: dict[str, bool], waits: list[bool]
+) -> None:
+    """An empty step may begin while another one computes, or other engines may compute in the same one."""
+    half = Half(monkeypatch, "pull", **steps)
+    scheduled = [64, 0, 0, 1, 0]
+    assert [half.step({}, {}, tokens).idle for tokens in scheduled] == waits
+
+
+def test_sequences_that_share_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As within one process: that another one has got blocks does not order the load of the first."""
+    half = Half(monkeypatch, "pull")
+    first = half.arrive("r1", {"do_remote_prefill": True, KEY: remote("x")})
+    second = half.arrive("r2", first.kv_transfer_params)
+    second.kv_transfer_params = first.kv_transfer_params
+    assert half.allocate(second, [5, 6, 7, 8]) == 0
+    assert half.allocate(first, [1, 2, 3, 4]) == 4 * SIZE
+    assert [each.request for each in half.step({}, {}, 0).loads] == ["r1"]
+
+
+def test_a_sequence_that_ends_before_it_has_blocks_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(monkeypatch, "pull")
+    first = half.arrive("r1", {"do_remote_prefill": True, KEY: remote("x")})
+    first.kv_transfer_params["do_remote_prefill"] = False  # by another sequence
+    first.status = RequestStatus.FINISHED_ABORTED
+    assert half.made.finished(first, ([],)) == (False, None)
+    assert [each.lease.request for each in half.step({}, {}, 0).releases] == ["x"]

@@ -104,6 +104,9 @@ class ShortTransfers:
             shortcut = path.shortcut(pairs)
         except (RegionError, OutOfReachError):  # unregistered meanwhile, or only the tensors that were moved are
             return
+        for key, old in tuple(link.pairings.items()):
+            if old.epoch != epoch:  # of no use any more, and perhaps of a cache that is gone
+                link.pairings.pop(key, None)
         link.pairings[name, local.cache_id] = Pairing(
             local,
             path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 EVENTS: Final = "text/event-stream"
 _END_OF_EVENT: Final = b"\n\n"
+_UNREAD_S: Final = 1.0
+"""How long after ``--timeout`` a client may take to read what is there."""
 
 
 class Outcome(enum.Enum):
@@ -61,6 +64,11 @@ class Reply:
         finally:
             if self._request.transport:
                 self._request.transport.close()
+
+    def abort(self) -> None:
+        """Break the connection: the client does not read."""
+        if self._request.transport:
+            self._request.transport.abort()
 
 
 @dataclass(slots=True)
@@ -140,11 +148,10 @@ class Legs(Protocol):
 async def decode(call: Call, body: bytes) -> web.StreamResponse:
     """Run D's leg alone. See :class:`Legs`."""
     leg = DecodeLeg(call.decode)
-    with call.decode.busy():
-        try:
-            return await leg.relay(call, await leg.open(call, body))
-        finally:
-            leg.close()
+    try:
+        return await leg.relay(call, await leg.open(call, body))
+    finally:
+        leg.close()
 
 
 class DecodeLeg:
@@ -154,6 +161,7 @@ class DecodeLeg:
         self.engine = engine
         self.first: bytes = b""
         self.response: aiohttp.ClientResponse | None = None
+        self._until = asyncio.get_running_loop().time() + engine.timeout_s + _UNREAD_S
 
     async def open(self, call: Call, body: bytes) -> aiohttp.ClientResponse:
         """Wait for the first byte of the answer's body.
@@ -190,6 +198,15 @@ class DecodeLeg:
                 return await self._relay_whole(call, answer, call.first)
             rest = call.first.rest()
         reply = call.reply or await call.begin(answer.status, answer.reason, end_to_end(answer.headers))
+        unread = asyncio.get_running_loop().call_at(self._until, reply.abort)
+        try:
+            return await self._relay(call, answer, reply, rest)
+        finally:
+            unread.cancel()
+
+    async def _relay(
+        self, call: Call, answer: aiohttp.ClientResponse, reply: Reply, rest: Rest | None
+    ) -> web.StreamResponse:
         chunk = self.first
         while chunk:
             await reply.write(rest.feed(chunk) if rest else chunk)

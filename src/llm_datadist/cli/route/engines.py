@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import enum
 import os
+import ssl
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -61,6 +62,10 @@ class EngineError(Exception):
         self.elsewhere: bool = elsewhere
         """Whether another engine may do better."""
 
+    def again(self) -> EngineError:
+        """The same for another request, without what a raised one holds: the frames of its request."""
+        return EngineError(self.engine, self.reason, HTTPStatus(self.status), elsewhere=self.elsewhere)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -98,7 +103,7 @@ class Engine:
         self.role: Role = role
         self.url: str = url
         self.in_flight: int = 0
-        """Legs that run."""
+        """Legs that run; of a D also those that wait for P."""
         self.first_tokens: int = 0
         """How many it has computed that were clients' first ones."""
         self._session = session
@@ -113,6 +118,11 @@ class Engine:
     def resting(self) -> bool:
         """Whether it refused a connection lately."""
         return time.monotonic() < self._rests_until
+
+    @property
+    def timeout_s(self) -> float:
+        """What bounds each request to it, from its begin to the end of the answer."""
+        return self._session.timeout.total or 0
 
     @property
     def refuses(self) -> bool:
@@ -224,11 +234,11 @@ class Engine:
         async with self._describing:
             if self._description is None:
                 if self._no_description is not before and self._no_description:
-                    raise self._no_description  # it has failed while this request was waiting for the same
+                    raise self._no_description.again()  # it has failed while this request waited for the same
                 try:
                     self._description = await self._ask_for_description(headers)
                 except EngineError as error:
-                    self._no_description = error
+                    self._no_description = error.again()
                     raise
             return self._description
 
@@ -294,19 +304,21 @@ class Engine:
             self._rest()
             return EngineError(self, f"cannot be reached: {cause_of(error.os_error)}", HTTPStatus.SERVICE_UNAVAILABLE)
         if isinstance(error, asyncio.TimeoutError):
-            reason = f"has not ended its answer within {self._session.timeout.total or 0:g} s (--timeout)"
+            reason = f"has not ended its answer within {self.timeout_s:g} s (--timeout)"
             return EngineError(self, reason, HTTPStatus.GATEWAY_TIMEOUT, elsewhere=False)
         reason = f"has broken off: {str(error) or type(error).__name__}"
         return EngineError(self, reason, HTTPStatus.BAD_GATEWAY)
 
     def _rest(self) -> None:
+        if self.resting:  # another connection that was tried at the same time
+            return
         self._rests_until = time.monotonic() + min(_REST_S * 2**self._refusals, _MOST_REST_S)
         self._refusals = min(self._refusals + 1, 16)
 
 
 def cause_of(error: OSError) -> str:
     """The system's own words: asyncio puts others around them."""
-    if error.errno and error.errno > 0:
+    if error.errno and error.errno > 0 and not isinstance(error, ssl.SSLError):  # whose numbers are its own
         return os.strerror(error.errno)
     return error.strerror or str(error)
 

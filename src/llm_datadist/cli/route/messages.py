@@ -30,6 +30,8 @@ _HOP_BY_HOP: Final = (
     "Upgrade",
 )
 _OF_THE_CLIENT_S_BODY: Final = ("Content-Encoding", "Content-Length", "Expect", "Host")
+_READ: Final = ("request_id", "use_beam_search", "stream", "min_tokens", "n")
+"""Fields whose values are looked at: a raw one may be a number or a text that cannot be read."""
 _PROMPTS: Final = ("prompt", "prompt_embeds")
 _LIST_OF_PROMPTS: Final = re.compile(rb'\s*\[\s*["\[]')
 """How the value of one of these begins where it is one."""
@@ -41,16 +43,19 @@ _FALSE: Final = msgspec.Raw(b"false")
 
 
 def parse_fields(body: bytes) -> Fields:
-    """The fields of a request.
+    """The fields of a request; those that are looked at here can be read.
 
     Raises:
         ValueError: the body is no JSON object.
     """
     try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for name in _READ:
+            _value(fields, name)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         message = f"the body is no JSON object: {error}"
         raise ValueError(message) from None
+    return fields
 
 
 def prompts(fields: Fields, name: str = "prompt") -> list[msgspec.Raw]:

@@ -33,14 +33,15 @@ class PullLegs:
 
     async def attempt(self, call: Call) -> web.StreamResponse:
         """Run both; D's answer goes to the client. See :class:`~llm_datadist.cli.route.calls.Legs`."""
-        context = await call.decode.context(call.headers)  # before P computes a prompt for a D that cannot be reached
-        if is_for_decode_alone(call.fields):
-            params: Fields = {}
-        elif call.first:  # D has failed behind it: what is left is a new request, because the KV may have been freed
-            params = _params_in(call, await _ask(call, {}))
-        else:
-            params = await _prefill(call, context)
-        return await decode(call, pull_body(call.fields, params))
+        with call.decode.busy():  # already now: else all that come while P computes would choose the same D
+            context = await call.decode.context(call.headers)  # before P computes for a D that cannot be reached
+            if is_for_decode_alone(call.fields):
+                params: Fields = {}
+            elif call.first:  # D has failed behind it: what is left is a new request, as the KV may have been freed
+                params = _params_in(call, await _ask(call, {}))
+            else:
+                params = await _prefill(call, context)
+            return await decode(call, pull_body(call.fields, params))
 
     async def close(self) -> None:
         """Nothing runs beside the handlers of requests."""

@@ -31,7 +31,8 @@ class PushLegs:
     async def attempt(self, call: Call) -> web.StreamResponse:
         """Run both; D's answer goes to the client. See :class:`~llm_datadist.cli.route.calls.Legs`."""
         if is_for_decode_alone(call.fields):
-            return await decode(call, pull_body(call.fields, {}))
+            with call.decode.busy():
+                return await decode(call, pull_body(call.fields, {}))
         transfer_id = uuid.uuid4().hex
         leg = DecodeLeg(call.decode)
         with call.decode.busy():

@@ -51,7 +51,13 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(options, str(vllm_config.kv_transfer_config.engine_id), kv_cache_config)
+            self._scheduler = Scheduler(
+                options,
+                str(vllm_config.kv_transfer_config.engine_id),
+                kv_cache_config,
+                overlapping=vllm_config.max_concurrent_batches > 1,
+                lockstep=vllm_config.parallel_config.data_parallel_size > 1,  # 1 where the engines are independent
+            )
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415 - workers only
 

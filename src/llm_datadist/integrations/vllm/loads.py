@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 _SCRATCH: Final = 64
 """More than threads that load at a time."""
-_RENEWED_AT_ONCE: Final = 256
-"""Requests in one message, whose length is bounded."""
+_RENEWED_AT_ONCE: Final = 32 << 10
+"""Bytes in one message, whose length is bounded: clients may give their requests long ids."""
+
+_NAME_HEAD: Final = 5
+"""Bytes in front of a name, at most."""
 
 
 class LoadError(Exception):
@@ -129,8 +132,10 @@ class Puller:
 
     def renew(self, worker: Worker, names: Sequence[str]) -> None:
         """Ask a worker to keep the blocks of requests that still wait; a failure is logged, and ends it."""
-        for at in range(0, len(names), _RENEWED_AT_ONCE):
-            if not self._tell(worker, Renew(tuple(names[at : at + _RENEWED_AT_ONCE]))):
+        ends = itertools.accumulate(_NAME_HEAD + len(name.encode()) for name in names)
+        at_once = itertools.groupby(zip(names, ends, strict=True), lambda each: each[1] // _RENEWED_AT_ONCE)
+        for _, group in at_once:
+            if not self._tell(worker, Renew(tuple(name for name, _ in group))):
                 return
 
     def _tell(self, worker: Worker, message: Done | Renew) -> bool:

@@ -49,10 +49,23 @@ class _Serving:
 
 
 class Scheduler:
-    """State of the requests that take part in a transfer; used by one thread."""
+    """State of the requests that take part in a transfer; used by one thread.
 
-    def __init__(self, options: Options, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+    Steps are ``overlapping`` if one begins while another computes, and in ``lockstep`` if other engines wait for them.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        *,
+        overlapping: bool = False,
+        lockstep: bool = False,
+    ) -> None:
         self._options = options
+        self._overlapping, self._lockstep = overlapping, lockstep
+        self._was_idle = False
         self._engine_id = engine_id
         self._config = kv_cache_config
         specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
@@ -160,11 +173,9 @@ class Scheduler:
             return
         if params.get("do_remote_decode"):
             self._begin_serving(request, params)
-        elif params.get("do_remote_prefill"):
-            params["do_remote_prefill"] = False  # once, also after a preemption
-            remote = self._remotes.pop(request.request_id, None)
-            if remote is not None:
-                self._order_load(request, remote, blocks.get_block_ids(), external)
+        elif (remote := self._remotes.pop(request.request_id, None)) is not None:  # once, also after a preemption
+            params["do_remote_prefill"] = False
+            self._order_load(request, remote, blocks.get_block_ids(), external)
 
     def _begin_serving(self, request: Request, params: Mapping[str, Any]) -> None:
         if request.request_id in self._serving or params.get("describe"):
@@ -223,7 +234,9 @@ class Scheduler:
     def orders(self, output: SchedulerOutput, manager: KVCacheManager | None) -> Orders:
         """The orders of this step."""
         made, self._orders = self._orders, Orders()
-        made.idle = output.total_num_scheduled_tokens == 0
+        idle = output.total_num_scheduled_tokens == 0
+        made.idle = idle and not self._lockstep and (self._was_idle or not self._overlapping)
+        self._was_idle = idle
         if self._waiting:
             self._renew(made)
         if self._serving and self._options.mode == "push" and manager is not None:
@@ -273,11 +286,9 @@ class Scheduler:
                 return self._end_serving(request, serving, block_ids)
             return False, self._end_unserved(request, params)
         self._waiting.pop(request_id, None)
-        if params.get("do_remote_prefill"):  # it never got blocks
+        if (remote := self._remotes.pop(request_id, None)) is not None:  # it never got blocks
             params["do_remote_prefill"] = False
-            remote = self._remotes.pop(request_id, None)
-            if remote is not None:
-                self._order_nothing(request, remote)
+            self._order_nothing(request, remote)
         elif request_id in self._loading:
             self._orders.cancelled.append(request_id)
         return False, None

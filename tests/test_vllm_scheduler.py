@@ -275,7 +275,7 @@ def test_workers_wait_only_where_nobody_waits_for_them(
     """An empty step may begin while another one computes, or other engines may compute in the same one."""
     half = Half(monkeypatch, "pull", **steps)
     scheduled = [64, 0, 0, 1, 0]
-    assert [half.step({}, {}, tokens).idle for tokens in scheduled] == waits
+    assert [half.step({}, {}, tokens).may_wait for tokens in scheduled] == waits
 
 
 def test_sequences_that_share_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

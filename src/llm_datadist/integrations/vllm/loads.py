@@ -27,7 +27,6 @@ _SCRATCH: Final = 64
 """More than threads that load at a time."""
 _RENEWED_AT_ONCE: Final = 32 << 10
 """Bytes in one message, whose length is bounded: clients may give their requests long ids."""
-
 _NAME_HEAD: Final = 5
 """Bytes in front of a name, at most."""
 
@@ -132,6 +131,7 @@ class Puller:
 
     def renew(self, worker: Worker, names: Sequence[str]) -> None:
         """Ask a worker to keep the blocks of requests that still wait; a failure is logged, and ends it."""
+        # Each message takes the names that end in the same stretch of so many bytes.
         ends = itertools.accumulate(_NAME_HEAD + len(name.encode()) for name in names)
         at_once = itertools.groupby(zip(names, ends, strict=True), lambda each: each[1] // _RENEWED_AT_ONCE)
         for _, group in at_once:

@@ -24,8 +24,8 @@ class Address(KVConnectorHandshakeMetadata):
 class Orders(KVConnectorMetadata):
     """One step."""
 
-    idle: bool = True
-    """Whether the step computes nothing."""
+    may_wait: bool = True
+    """Whether the step computes nothing, and nothing that computes waits for its end."""
     opened: list[Open] = dataclasses.field(default_factory=list)
     closed: list[str] = dataclasses.field(default_factory=list)
     """Requests that will not be read after all."""

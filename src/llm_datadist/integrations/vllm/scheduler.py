@@ -174,7 +174,6 @@ class Scheduler:
         if params.get("do_remote_decode"):
             self._begin_serving(request, params)
         elif (remote := self._remotes.pop(request.request_id, None)) is not None:  # once, also after a preemption
-            params["do_remote_prefill"] = False
             self._order_load(request, remote, blocks.get_block_ids(), external)
 
     def _begin_serving(self, request: Request, params: Mapping[str, Any]) -> None:
@@ -235,7 +234,7 @@ class Scheduler:
         """The orders of this step."""
         made, self._orders = self._orders, Orders()
         idle = output.total_num_scheduled_tokens == 0
-        made.idle = idle and not self._lockstep and (self._was_idle or not self._overlapping)
+        made.may_wait = idle and not self._lockstep and (self._was_idle or not self._overlapping)
         self._was_idle = idle
         if self._waiting:
             self._renew(made)
@@ -287,7 +286,6 @@ class Scheduler:
             return False, self._end_unserved(request, params)
         self._waiting.pop(request_id, None)
         if (remote := self._remotes.pop(request_id, None)) is not None:  # it never got blocks
-            params["do_remote_prefill"] = False
             self._order_nothing(request, remote)
         elif request_id in self._loading:
             self._orders.cancelled.append(request_id)

@@ -172,7 +172,7 @@ class Worker:
             )
         with self._changed:
             sent = self._freed()
-            if orders is not None and orders.idle and not sent and not self._results.received:
+            if orders is not None and orders.may_wait and not sent and not self._results.received:
                 self._wait()
             found, self._results = self._results, Results()
         found.sent |= sent or self._freed()

@@ -6,7 +6,9 @@ each of them in turns; each round has new prompts, so that no prefix cache helps
 ``llm-datadist route``, which gives the client the prefill engine's first token; the pair with NixlConnector is asked
 directly, without a router's time. Engines that were started alike differ in computing a long prompt by more than what
 is added, so all but computing it, by the metrics of the engine that does, is told by itself; ``--thin`` has little to
-compute. Moving KV is timed often once more, by itself, with prompts that the prefill engines have computed.
+compute; and ``--same N`` asks instead each pair and its own prefill engine alone in turns, N times, each with a new
+prompt of 1,500 tokens, so that one engine computes both. Moving KV is timed often once more, by itself, with prompts
+that the prefill engines have computed.
 
 Run it with the Python of docs/vllm.md, with NIXL added, on a machine that does nothing else:
 
@@ -85,8 +87,10 @@ class Contestant:
         for engine in self.engines:
             engine.stop()
 
-    async def complete(self, client: Client, text: str) -> Answer:
-        """Answer a prompt."""
+    async def complete(self, client: Client, text: str, *, alone: bool = False) -> Answer:
+        """Answer a prompt; ``alone`` with the first engine only."""
+        if alone:
+            return await client.complete(self.engines[0].url, text, TOKENS)
         prefill, decode = self.engines[0].url, self.engines[-1].url
         if self.name == PUSH:
             self.remote = self.remote or await client.describe(prefill)
@@ -135,11 +139,22 @@ class Results:
     """Of more transfers, of prompts that the prefill engine has in its prefix cache."""
 
 
+@dataclasses.dataclass
+class Turn:
+    """What a pair took longer than its prefill engine alone, in seconds."""
+
+    first: float
+    """To the first token."""
+    beside: float
+    """The same, without what the prefill engine says it takes to compute the prompt."""
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--again", type=int, default=20, help="how often long prompts are then moved once more")
+    parser.add_argument("--same", type=int, metavar="N", help="compare each pair with its own prefill engine, N times")
     parser.add_argument("--tcp", action="store_true", help="all transfers over TCP on loopback")
     parser.add_argument("--with", dest="names", nargs="+", choices=(PULL, PUSH, NIXL), default=(PULL, NIXL))
     parser.add_argument("--dtype", default="bfloat16")
@@ -152,11 +167,15 @@ def main() -> int:
         model = thin(model)
     logs = options.folder / "serving"
     logs.mkdir(parents=True, exist_ok=True)
-    contestants = [_contestant(name, model, logs, tcp=options.tcp) for name in (SINGLE, *options.names)]
+    names = options.names if options.same else (SINGLE, *options.names)
+    contestants = [_contestant(name, model, logs, tcp=options.tcp) for name in names]
     try:
         for each in contestants:
             each.start(logs, options.dtype, tcp=options.tcp)
-        _report(asyncio.run(_measure(contestants, model, options.rounds, options.again)), options.names)
+        if options.same:
+            _report_same(asyncio.run(_measure_same(contestants, model, options.same)))
+        else:
+            _report(asyncio.run(_measure(contestants, model, options.rounds, options.again)), options.names)
         _report_idle(contestants)
     finally:
         for each in contestants:
@@ -212,6 +231,27 @@ async def _measure(contestants: list[Contestant], model: Path, rounds: int, agai
     return found
 
 
+async def _measure_same(contestants: list[Contestant], model: Path, times: int) -> dict[str, list[Turn]]:
+    client = Client()
+    found: dict[str, list[Turn]] = {each.name: [] for each in contestants}
+    try:
+        for turn in range(-1, times):  # the first one warms up
+            texts = [prompts(model, seed=2 * turn + each)[LONG][-1] for each in (2, 3)]
+            for each in contestants:
+                took = {}
+                for alone in (True, False) if turn % 2 else (False, True):
+                    computed = each.computed()
+                    ttft = (await each.complete(client, texts[alone], alone=alone)).ttft
+                    took[alone] = ttft, ttft - each.computed() + computed
+                if turn >= 0:
+                    found[each.name].append(Turn(*(a - b for a, b in zip(took[False], took[True], strict=True))))
+            sys.stderr.write(f"\rturn {turn + 1} of {times}")
+        sys.stderr.write("\n")
+    finally:
+        await client.close()
+    return found
+
+
 def _note(samples: Samples, turn: int, kind: str, name: str, value: float) -> None:
     if turn and value:
         samples.setdefault((kind, name), []).append(value)
@@ -240,6 +280,15 @@ def _report(found: Results, names: Iterable[str]) -> None:
             print(f"  {name}, all but computing the prompt: {_shown(found.beside[kind, name])} ms")
     for (_, name), moved in found.again.items():
         print(f"Moving KV of 1,500 tokens that are computed already, {name}: {_shown(moved)} ms, n={len(moved)}")
+
+
+def _report_same(found: dict[str, list[Turn]]) -> None:
+    for name, turns in found.items():
+        print(f"TTFT, {KINDS[LONG]}, {name} adds to its prefill engine alone, n={len(turns)}:")
+        parts = {"all": [turn.first for turn in turns], "all but computing it": [turn.beside for turn in turns]}
+        for what, seconds in parts.items():
+            mean, error = statistics.fmean(seconds), statistics.stdev(seconds) / len(seconds) ** 0.5
+            print(f"  {what}: {_shown(seconds)} ms; mean {1e3 * mean:.1f}, standard error {1e3 * error:.1f}")
 
 
 def _added(samples: Samples, kind: str, name: str) -> list[float]:

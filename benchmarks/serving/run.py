@@ -147,6 +147,8 @@ class Turn:
     """To the first token."""
     beside: float
     """The same, without what the prefill engine says it takes to compute the prompt."""
+    moved: float
+    """What moving the KV took; 0 if nothing was moved."""
 
 
 def main() -> int:
@@ -239,12 +241,14 @@ async def _measure_same(contestants: list[Contestant], model: Path, times: int) 
             texts = [prompts(model, seed=2 * turn + each)[LONG][-1] for each in (2, 3)]
             for each in contestants:
                 took = {}
+                moved = each.moved()
                 for alone in (True, False) if turn % 2 else (False, True):
                     computed = each.computed()
                     ttft = (await each.complete(client, texts[alone], alone=alone)).ttft
                     took[alone] = ttft, ttft - each.computed() + computed
                 if turn >= 0:
-                    found[each.name].append(Turn(*(a - b for a, b in zip(took[False], took[True], strict=True))))
+                    first, beside = (a - b for a, b in zip(took[False], took[True], strict=True))
+                    found[each.name].append(Turn(first, beside, await _grown(each, moved)))
             sys.stderr.write(f"\rturn {turn + 1} of {times}")
         sys.stderr.write("\n")
     finally:
@@ -289,6 +293,8 @@ def _report_same(found: dict[str, list[Turn]]) -> None:
         for what, seconds in parts.items():
             mean, error = statistics.fmean(seconds), statistics.stdev(seconds) / len(seconds) ** 0.5
             print(f"  {what}: {_shown(seconds)} ms; mean {1e3 * mean:.1f}, standard error {1e3 * error:.1f}")
+        moved = [turn.moved for turn in turns if turn.moved]
+        print(f"  moving KV: {_shown(moved)} ms, n={len(moved)}")
 
 
 def _added(samples: Samples, kind: str, name: str) -> list[float]:

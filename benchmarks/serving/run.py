@@ -163,6 +163,8 @@ def main() -> int:
     parser.add_argument("--thin", action="store_true", help="a model of the same KV cache, and little to compute")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llm-datadist-vllm-pd")
     options = parser.parse_args()
+    if options.same is not None and options.same <= 1:
+        parser.error(f"--same {options.same}: a scatter needs two turns or more")
     stop_on_signals()
     model = prepare(options.folder / "model")
     if options.thin:

@@ -141,14 +141,14 @@ class Results:
 
 @dataclasses.dataclass
 class Turn:
-    """What a pair took longer than its prefill engine alone, in seconds."""
+    """A prompt for a pair and one for its prefill engine alone, in seconds."""
 
     first: float
-    """To the first token."""
+    """What the pair took longer to the first token."""
     beside: float
     """The same, without what the prefill engine says it takes to compute the prompt."""
     moved: float
-    """What moving the KV took; 0 if nothing was moved."""
+    """What moving the KV took, as vLLM logs it; 0 if nothing was moved."""
 
 
 def main() -> int:

@@ -168,7 +168,6 @@ def test_memory_is_counted_until_it_is_unregistered(plain: LLMDataDist) -> None:
     [
         (Outcome.REFUSED, "the kernel refused: the memory is mapped from a file"),
         (Outcome.NO_MEMORY, "echo 1 > /proc/sys/vm/compact_memory"),
-        (Outcome.OUT_OF_TIME, "register again to go on"),
         (Outcome.UNSUPPORTED, "Linux 6.1 can"),
     ],
 )
@@ -182,7 +181,7 @@ def test_causes(plain: LLMDataDist, monkeypatch: pytest.MonkeyPatch, outcome: Ou
 
 def test_where_the_kernel_does_not_count(plain: LLMDataDist, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Paged(2)
-    stand_in(monkeypatch, lambda _ranges: Advice(memory.size, PAGE, 0.25, Outcome.OUT_OF_TIME))
+    stand_in(monkeypatch, lambda _ranges: Advice(memory.size, PAGE, 0.25, Outcome.REFUSED))
     monkeypatch.setattr(huge_pages, "usage", lambda _ranges: None)
     assert "50% in huge pages" in report_of(plain, memory.start, size=memory.size)
 

@@ -9,6 +9,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.engine.catalogue import Catalogue
+from llm_datadist.engine.collapser import Collapser
 from llm_datadist.engine.links import LinkEnder, LinkTable
 from llm_datadist.engine.notifications import Mailbox
 from llm_datadist.engine.service import CacheService, refuse
@@ -102,6 +103,7 @@ class Core:
         self.transfer_workers: Workers = Workers(f"{name}-transfer", _TRANSFER_THREADS)
         self.copiers: Workers = Workers(f"{name}-copy", max(_MAX_COPY_THREADS, cores))
         self.catalogue: Catalogue = Catalogue(self.regions, one_sided=options.remote_accessible)
+        self.collapser: Collapser = Collapser(name, self.catalogue)
         self.service: CacheService = CacheService(self.catalogue, self.regions, self.loop, release)
         self.recorder: Recorder = Recorder()
         self.metrics: Metrics | None = Metrics() if options.metrics else None
@@ -186,6 +188,7 @@ class Core:
     def close(self) -> None:
         """Stop the threads and give the region table back; links must have ended."""
         inprocess.withdraw(self.identity.incarnation)
+        self.collapser.close()
         self.ender.close()
         self.mailbox.close()
         if self.handover is not None:

@@ -151,7 +151,7 @@ class Engine:
                 hint = f"set LLMConfig.max_registered_addrs (llm.MaxRegisteredAddrs) to at least {used + len(addrs)}"
                 raise invalid(operation, context, hint=hint)
             entry = self._add(operation, cache_id, spec, addrs, keys, accessible=accessible, device=device)
-        entry.advice = advice
+        self._core.collapser.follow(entry, advice)
         return cache_id
 
     def allocate(self, spec: CacheSpec, keys: Sequence[Key | None]) -> tuple[int, list[int]]:

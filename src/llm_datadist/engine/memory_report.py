@@ -51,7 +51,12 @@ _OUTCOMES: Final = {
         "echo 1 > /proc/sys/vm/compact_memory, or raise the memory limit, and register again",
     ),
     Outcome.OUT_OF_TIME: Cause(
-        "the time for it was over", "register again to go on, or register memory before it is first written"
+        "the time for it was over",
+        "register or allocate again to go on, or register memory before it is first written",
+    ),
+    Outcome.UNDER_WAY: Cause(
+        "the time for it was over, and the rest is being moved in the background",
+        "nothing to do; register memory before it is first written to have it at once",
     ),
     Outcome.UNSUPPORTED: Cause(
         "the kernel cannot move memory into huge pages (Linux 6.1 can)", "register memory before it is first written"

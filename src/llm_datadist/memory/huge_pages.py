@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 Range = tuple[int, int]
 
 BASE_BUDGET_S: Final = 1.0
 BUDGET_S_PER_GIB: Final = 0.5
-"""One GiB of 4 KiB pages took 0.15 to 0.6 s to collapse, and longer to fault in before: the cost stays below that."""
+"""One GiB of 4 KiB pages took 0.15 to 0.6 s to collapse, and longer to fault in before: the cost stays below that.
+
+In a virtual machine whose host has yet to provide the memory that goes into huge pages it took 4 to 5.6 s."""
 
 _SYSTEM: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _PIECE: Final = 32 << 20
@@ -65,11 +67,14 @@ class Outcome(enum.Enum):
     NO_MEMORY = enum.auto()
     """There was no huge page left."""
     OUT_OF_TIME = enum.auto()
+    UNDER_WAY = enum.auto()
+    """The time was over, and the rest follows in the background."""
     UNSUPPORTED = enum.auto()
     """The kernel cannot do it on demand: it is older than 6.1, or built without huge pages."""
 
 
-_FINAL: Final = (Outcome.NO_MEMORY, Outcome.OUT_OF_TIME, Outcome.UNSUPPORTED)
+FINAL: Final = (Outcome.NO_MEMORY, Outcome.OUT_OF_TIME, Outcome.UNSUPPORTED)
+"""After these, further attempts are of no use for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +154,13 @@ def advise(ranges: Iterable[Range], *, populate: bool = False, budget_s: float |
     outcome = Outcome.DONE if supported else Outcome.UNSUPPORTED
     hinting = _room_for_hints(len(stretches))
     for stretch in stretches:
-        if _libc.msync(stretch[0], stretch[1] - stretch[0], _MS_ASYNC):  # does nothing, but fails where there is a hole
+        if _has_hole(stretch):
             outcome = Outcome.UNMAPPED if outcome is Outcome.DONE else outcome
             continue
         if hinting:
             _madvise(stretch, _MADV_HUGEPAGE)
-        if outcome not in _FINAL:
-            done, problem = _collapse(stretch, page, deadline, populate=populate)
+        if outcome not in FINAL:
+            done, problem = _collapse(stretch, deadline, populate=populate)
             huge += done
             outcome = outcome if problem is Outcome.DONE else problem
     return Advice(whole, huge, time.monotonic() - began, outcome)
@@ -173,28 +178,50 @@ def _room_for_hints(count: int) -> bool:
     return mappings + 2 * count <= _MAX_MAPPINGS
 
 
-def _collapse(stretch: Range, page: int, deadline: Deadline, *, populate: bool) -> tuple[int, Outcome]:
+def _collapse(stretch: Range, deadline: Deadline, *, populate: bool) -> tuple[int, Outcome]:
     """Collapse piece by piece until the deadline; bytes known to be in huge pages, and what went wrong."""
     huge, outcome = 0, Outcome.DONE
-    step = max(_PIECE, page)
-    for at in range(stretch[0], stretch[1], step):
+    for piece in pieces([stretch], _PIECE):
         if deadline.expired():
             return huge, Outcome.OUT_OF_TIME
-        piece = at, min(at + step, stretch[1])
-        pages = [(start, start + page) for start in range(*piece, page)]
-        if populate:
-            for start, _ in pages:
-                _madvise((start, start + 1), _MADV_POPULATE_READ)
-        problem = _madvise(piece, _MADV_COLLAPSE)
-        if not problem:
-            huge += piece[1] - piece[0]
-        elif problem in (errno.ENOMEM, errno.EBUSY):  # each further attempt could make the kernel look for long
-            return huge, Outcome.NO_MEMORY
-        else:  # a page that is not in use ends the call, and those behind it were not looked at
-            done = page * [_madvise(each, _MADV_COLLAPSE) for each in pages].count(0)
-            huge += done
-            outcome = outcome if done == piece[1] - piece[0] else Outcome.REFUSED
+        done, problem = collapse(piece, populate=populate)
+        huge += done
+        if problem in FINAL:
+            return huge, problem
+        outcome = outcome if problem is Outcome.DONE else problem
     return huge, outcome
+
+
+def pieces(ranges: Iterable[Range], size: int) -> Iterator[Range]:
+    """All whole huge pages within the ranges, in pieces of at most ``size`` bytes, or of one page."""
+    page = page_size()
+    step = max(page, size // page * page) if page else size
+    for start, end in whole_pages(ranges, page):
+        for at in range(start, end, step):
+            yield at, min(at + step, end)
+
+
+def collapse(piece: Range, *, populate: bool = False) -> tuple[int, Outcome]:
+    """Move whole pages that are in use into huge pages; bytes known to be in huge pages, and what went wrong."""
+    page = page_size()
+    if _has_hole(piece):
+        return 0, Outcome.UNMAPPED
+    pages = [(start, start + page) for start in range(*piece, page)]
+    if populate:
+        for start, _ in pages:
+            _madvise((start, start + 1), _MADV_POPULATE_READ)
+    problem = _madvise(piece, _MADV_COLLAPSE)
+    if not problem:
+        return piece[1] - piece[0], Outcome.DONE
+    if problem in (errno.ENOMEM, errno.EBUSY):  # each further attempt could make the kernel look for long
+        return 0, Outcome.NO_MEMORY
+    # A page that is not in use ends the call, and those behind it were not looked at.
+    done = page * [_madvise(each, _MADV_COLLAPSE) for each in pages].count(0)
+    return done, Outcome.DONE if done == piece[1] - piece[0] else Outcome.REFUSED
+
+
+def _has_hole(where: Range) -> bool:
+    return bool(_libc.msync(where[0], where[1] - where[0], _MS_ASYNC))  # does nothing, but fails where there is one
 
 
 def _madvise(where: Range, advice: int) -> int:

@@ -163,7 +163,8 @@ class LlmConfig:
         a_flag,
         True,  # noqa: FBT003 - the default of the property
         "Whether memory of caches is moved into huge pages, which can double the speed of copies on one host. "
-        "Registering may take longer by 1 s and 0.5 s a GiB. None: as LLM_DATADIST_HUGE_PAGES says, else True.",
+        "Registering may take longer by 1 s and 0.5 s a GiB; the rest follows in the background. "
+        "None: as LLM_DATADIST_HUGE_PAGES says, else True.",
     )
     metrics: Flag = Option(
         "llm.Metrics",

@@ -67,9 +67,8 @@ class Gate:
             self.open.set()
 
 
-def register(datadist: LLMDataDist, memory: Paged, size: int | None = None) -> Cache:
-    size = size or memory.size
-    desc = CacheDesc(1, [size // BLOCK, BLOCK], DataType.DT_UINT8)
+def register(datadist: LLMDataDist, memory: Paged) -> Cache:
+    desc = CacheDesc(1, [memory.size // BLOCK, BLOCK], DataType.DT_UINT8)
     return datadist.cache_manager.register_blocks_cache(desc, [memory.start])
 
 

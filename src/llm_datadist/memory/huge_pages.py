@@ -135,7 +135,8 @@ def advise(ranges: Iterable[Range], *, populate: bool = False, budget_s: float |
     """Put huge pages under the ranges, as far as they fit in: now where the memory is in use, else when it is touched.
 
     Takes ``budget_s`` seconds, or a second and half a second a GiB, and at most one more piece of 32 MiB. What time
-    does not suffice for (OUT_OF_TIME) is left to ``pieces`` and ``collapse``, or to the kernel's own daemon. A piece that is in huge pages already costs some 7 us.
+    does not suffice for (OUT_OF_TIME) is left to ``pieces`` and ``collapse``, or to the kernel's own daemon. A piece
+    that is in huge pages already costs some 7 us.
     Never raises.
 
     Args:

@@ -28,15 +28,13 @@ from net_helpers import WAIT_S, ended, receive, soon, tcp_pair
 from peers import GUARD, POISON, TIMEOUT_S, Node, Peer, Peers
 from short_kit import METHODS, SOURCE, attempt, make_pair
 from stopping import go_on, stop
-from tcp_kit import Owner, memory, owner
+from tcp_kit import SIZE, TENSORS, Both, Owner, memory, owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llm_datadist.utils.deadline import Deadline
 
-TENSORS = 5
-SIZE = 400
 UNKNOWN = 77 << 16 | 9
 
 
@@ -54,44 +52,6 @@ def path_to(made: Owner) -> Iterator[TcpPath]:
 def asked() -> Iterator[tuple[Owner, TcpPath]]:
     with owner() as made, path_to(made) as path:
         yield made, path
-
-
-class Both:
-    """Memory of both sides: what spans move between, and what they should make of it."""
-
-    def __init__(self, made: Owner, tensors: int = TENSORS, size: int = SIZE) -> None:
-        self.here, self.there = memory(tensors, size, seed=1), memory(tensors, size, seed=2)
-        self.regions = [made.add(buffer) for buffer in self.there]
-        self._made = made
-
-    def spans(self, runs: list[tuple[int, int, int]], regions: list[int] | None = None) -> Spans:
-        """The runs (here, there, length) in every tensor."""
-        columns = [np.array(column, dtype=np.int64) for column in zip(*runs, strict=True)]
-        return Spans(
-            bases=np.array([buffer.ctypes.data for buffer in self.here], dtype=np.uint64),
-            regions=np.array(regions or self.regions, dtype=np.uint64),
-            starts=np.zeros(len(self.here), dtype=np.int64),
-            runs=Runs(*columns),
-        )
-
-    def move(self, path: TcpPath, op: Op, spans: Spans, epoch: int = 0) -> None:
-        (path.read if op is Op.READ else path.write)(spans, soon(), epoch)
-
-    def check_move(self, path: TcpPath, op: Op, runs: list[tuple[int, int, int]], epoch: int = 0) -> None:
-        """Move, and compare every byte of both sides."""
-        here, there = ([buffer.copy() for buffer in side] for side in (self.here, self.there))
-        self.move(path, op, self.spans(runs), epoch)
-        for ours, theirs in zip(here, there, strict=True):
-            for at, other, length in runs:
-                if op is Op.READ:
-                    ours[at : at + length] = theirs[other : other + length]
-                else:
-                    theirs[other : other + length] = ours[at : at + length]
-        assert all((a == b).all() for a, b in zip(self.here, here, strict=True))
-        assert all((a == b).all() for a, b in zip(self.there, there, strict=True))
-
-    def close(self) -> None:
-        self._made.table.remove(self.regions)
 
 
 @st.composite

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.net.workers import NoThreadError
 from llm_datadist.paths.base import PathTimeoutError, PeerGoneError
+from llm_datadist.utils.cores import Apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
             checkpoint.stop()
             raise
 
+    apart = Apart()
     errors: list[BaseException] = []
     # Made beforehand: one that was handed over is never lost, even if Ctrl-C comes at that very moment.
     futures: list[Future[object]] = [Future() for _ in parts[1:]]
@@ -65,7 +67,7 @@ def run(parts: Sequence[Callable[[], object]], workers: Workers, checkpoint: Che
         try:
             with contextlib.suppress(NoThreadError):  # then this thread does them all
                 for future, part in zip(futures, parts[1:], strict=True):
-                    workers.submit(functools.partial(guarded, part), future)
+                    workers.submit(functools.partial(apart.run, functools.partial(guarded, part)), future)
             guarded(parts[0])
             for future, part in zip(futures, parts[1:], strict=True):
                 if future.cancel():  # all workers are busy, perhaps with a peer that is stalled

@@ -36,6 +36,8 @@ _LINGER_S: Final = 0.002
 """How long a worker stays with a connection for the next request before it gives it back to the loop."""
 _GRACE_S: Final = 0.5
 _DENSE_S: Final = 2 * SPIN_S
+_LARGE_BYTES: Final = 4 << 20
+"""Of a request from which it pays to choose a core for it."""
 _FIRST_BYTES: Final = 16 << 10
 """What is read at once where a request begins: all of most."""
 _OK: Final = Reply(Result.OK).encode()
@@ -253,11 +255,12 @@ class DataServer:
 
     def _move(self, stream: Stream, inbox: _Inbox, request: Request, spans: _Few | _Many, deadline: Deadline) -> None:
         try:
-            if request.op is Op.READ:
-                spans.send(stream, deadline)
-            else:
-                spans.receive(stream, inbox.rest(request.total), deadline)
-                stream.send_bytes(_OK, deadline)
+            with stream.beside_peer() if request.total >= _LARGE_BYTES else contextlib.nullcontext():
+                if request.op is Op.READ:
+                    spans.send(stream, deadline)
+                else:
+                    spans.receive(stream, inbox.rest(request.total), deadline)
+                    stream.send_bytes(_OK, deadline)
         except PathFaultError as error:
             # The reply has begun, or bytes are under way: all that is left is to end the connection.
             log.error("a data request failed, %s (transfer %016x)", error, request.transfer_id)

@@ -5,6 +5,7 @@ Bytes go straight between the socket and up to 1024 memory ranges a system call,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import math
@@ -20,6 +21,7 @@ from llm_datadist.memory.move import MemoryFaultError, scatter
 from llm_datadist.memory.syscalls import MAX_IOVECS
 from llm_datadist.net.security import tls_of
 from llm_datadist.paths.base import FEW, ConnectionLostError, PathError, PathFaultError, PathTimeoutError
+from llm_datadist.utils import cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +37,10 @@ SAME_HOST_BUFFER_BYTES: Final = 208 << 10
 connections and 256 KiB blocks: 7.5 GB/s, with 4 MiB 5.0. Between hosts the kernel sizes them as it finds best."""
 SPIN_S: Final = 100e-6
 """How long a thread looks for an answer before it sleeps: to wake it on another core takes tens of microseconds."""
+_ENOUGH_CORES: Final = 4
+"""For each end of the connections that large transfers share."""
+_SO_INCOMING_CPU: Final = 49
+"""Python's ``socket`` has it from 3.11 on, its types not even then."""
 _MOST_SKIPPED: Final = 64
 _SCRATCH: Final = 256 << 10
 _SHORTEST_S: Final = 0.001
@@ -64,7 +70,8 @@ class Stream:
         self._message = syscalls.Message(iov=ctypes.addressof(self._few))
         self._message_at = ctypes.addressof(self._message)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if sock.getsockname()[0] == sock.getpeername()[0]:
+        self._same_host = sock.getsockname()[0] == sock.getpeername()[0]
+        if self._same_host:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, SAME_HOST_BUFFER_BYTES)
 
@@ -79,6 +86,17 @@ class Stream:
             rounded = math.ldexp(1.0, math.frexp(seconds)[1] - 1)
             self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(rounded), int(rounded % 1 * 1e6)))
             self._limits[option] = rounded
+
+    def beside_peer(self) -> contextlib.AbstractContextManager[None]:
+        """Run on the core of the peer's thread meanwhile, if that is on this host and cores are scarce.
+
+        Where two connections have two cores, each pair of threads, of which one sends what the other receives, does
+        best on one of them: what is under way stays in its cache, and no thread has to be woken on another core.
+        """
+        if not self._same_host:
+            return contextlib.nullcontext()
+        core = self.sock.getsockopt(socket.SOL_SOCKET, _SO_INCOMING_CPU)
+        return cores.bound(lambda permitted: {core} if len(permitted) < _ENOUGH_CORES else set())
 
     @property
     def worn(self) -> bool:

@@ -6,6 +6,7 @@ more is an error here, too, and many small ranges cost one system call.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -44,6 +45,10 @@ class TlsStream(Stream):
         super().__init__(sock)
         self._tls = tls
         self._sealed, self._clear = (np.empty(_CHUNK, dtype=np.uint8).data for _ in range(2))
+
+    def beside_peer(self) -> contextlib.AbstractContextManager[None]:
+        """Anywhere: each end has much to compute, and does best on a core of its own."""
+        return contextlib.nullcontext()
 
     @property
     def worn(self) -> bool:

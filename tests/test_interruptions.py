@@ -8,6 +8,7 @@ out: its own locks do not survive Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -58,11 +59,15 @@ def at_step(number: int, action: Callable[[], object], call: Callable[[], object
             sys.setprofile(None)
             action()
 
+    collecting = gc.isenabled()
+    gc.disable()  # callbacks of weak references that it calls are no steps of this call, and lose exceptions
     try:
         sys.setprofile(look)
         call()
     finally:
         sys.setprofile(None)
+        if collecting:
+            gc.enable()
     return left <= 0
 
 

@@ -38,7 +38,7 @@ connections and 256 KiB blocks: 7.5 GB/s, with 4 MiB 5.0. Between hosts the kern
 SPIN_S: Final = 100e-6
 """How long a thread looks for an answer before it sleeps: to wake it on another core takes tens of microseconds."""
 _ENOUGH_CORES: Final = 4
-"""For each end of the connections that large transfers share."""
+"""One for each end of the two connections that a large transfer uses: then the system may place the threads."""
 _SO_INCOMING_CPU: Final = 49
 """Python's ``socket`` has it from 3.11 on, its types not even then."""
 _MOST_SKIPPED: Final = 64

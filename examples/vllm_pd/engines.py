@@ -65,6 +65,8 @@ class Engine:
         self._transfer = transfer
         self._ranks = ranks
         self._process: subprocess.Popen[bytes] | None = None
+        self._serves = False
+        """Known to have begun to, since the last start."""
 
     @property
     def pid(self) -> int:
@@ -74,6 +76,7 @@ class Engine:
 
     def start(self, *options: str, environment: dict[str, str] | None = None) -> Engine:
         """Start the server."""
+        self._serves = False
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
         command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--max-model-len", "4096", "--tensor-parallel-size", str(self._ranks)]
@@ -99,6 +102,7 @@ class Engine:
                 break
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    self._serves = True
                     return self
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
@@ -112,9 +116,12 @@ class Engine:
             self._process.wait(30)
 
     def stop(self) -> int:
-        """End it in order; the exit code."""
+        """End it in order, or at once if it does not serve yet: then it would not listen for long; the exit code."""
         if self._process is None:
             return 0
+        if not self._serves and self._process.poll() is None:
+            self.kill()
+            return -9
         self._process.terminate()
         try:
             return self._process.wait(60)

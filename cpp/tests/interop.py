@@ -29,8 +29,8 @@ from llm_datadist import (
 
 SHAPE = (8, 16)
 DESC = CacheDesc(4, list(SHAPE), DataType.DT_INT32)
-CALLS = 2000
-MOST_US = 15.0
+ROUNDS, CALLS = 20, 100
+MOST = 1.5
 
 
 def config(path: str) -> LLMConfig:
@@ -96,7 +96,7 @@ def python_begins(program: Path, path: str) -> None:
 
 
 def hosted(library: Path, path: str) -> None:
-    """C++ and Python in one process, as two members; what a call from C++ costs more than one from Python."""
+    """C++ and Python in one process, as two members."""
     made = config(path)
     made.listen_ip_info = "127.0.0.1:0"
     peer = member(2, made)
@@ -110,25 +110,36 @@ def hosted(library: Path, path: str) -> None:
     check(native.HostedOpen(address[1]) == 0, "HostedOpen")
     check(native.HostedPull() == 0, "HostedPull")
     check([native.HostedElement(i) for i in range(16)] == source[2, 3].tolist(), "HostedPull: wrong bytes")
+    if path != "tcp":  # where the kernel happens to place the peer's thread can double what a small pull takes
+        compare_calls(native, address[1], path)
+    native.HostedClose()
+    peer.finalize()
 
+
+def compare_calls(native: ctypes.CDLL, port: int, path: str) -> None:
+    """What a call from C++ costs more than one from Python: rounds in turns, the quickest of each."""
     memory = np.zeros((4, *SHAPE), dtype=np.int32)
     same = member(3, config(path))
     cache = same.cache_manager.register_blocks_cache(
         DESC, [tensor.ctypes.data for tensor in memory], BlocksCacheKey(3, 0)
     )
-    check(same.link_clusters([cluster(2, address[1])], 10_000)[0] == LLMStatusCode.LLM_SUCCESS, "no link")
-    key, times = BlocksCacheKey(2, 0), []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        same.cache_manager.pull_blocks(key, cache, [3], [0])
-        times.append((time.perf_counter() - start) * 1e6)
-    from_python, from_cpp = statistics.median(times), native.HostedMedian(CALLS)
+    check(same.link_clusters([cluster(2, port)], 10_000)[0] == LLMStatusCode.LLM_SUCCESS, "no link")
+
+    key = BlocksCacheKey(2, 0)
+
+    def python_median() -> float:
+        times = []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            same.cache_manager.pull_blocks(key, cache, [3], [0])
+            times.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(times)
+
+    rounds = [(python_median(), native.HostedMedian(CALLS)) for _ in range(ROUNDS)]
+    from_python, from_cpp = min(each[0] for each in rounds), min(each[1] for each in rounds)
     print(f"{path}: a pull takes {from_python:.1f} us from Python, {from_cpp:.1f} us from C++")  # noqa: T201
-    most = from_python + max(MOST_US, from_python / 2)  # on a slow machine all takes longer
-    check(0 < from_cpp < most, "a call from C++ costs too much")
-    native.HostedClose()
+    check(0 < from_cpp < MOST * from_python, "a call from C++ costs too much")
     same.finalize()
-    peer.finalize()
 
 
 if __name__ == "__main__":
